@@ -1,0 +1,154 @@
+"""MegaScale's configuration: one frozen dataclass a concern, filled from arguments, JSON or YAML.
+
+Every error names the key, the value and what would work. Adding an option means adding a field here; adapters only
+parse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
+
+ProductsChoice = Literal["auto", "blas", "onednn"]
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(value: object, *, key: str) -> int:
+    """``16MiB``, ``1.5 GiB``, ``65536`` or an int, as bytes.
+
+    Raises:
+        ValueError: not a size; says what is.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{key}={value!r} is not a size; write bytes or a unit, e.g. 16MiB, 8GiB, 1048576")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class PagingConfig:
+    """How experts are cut into pages.
+
+    Attributes:
+        page_size_bytes: weight bytes of a page, 64 KiB to 64 MiB (an expert smaller than that is one page).
+    """
+
+    page_size_bytes: int = DEFAULT_PAGE_BYTES
+
+    def __post_init__(self) -> None:
+        size = parse_bytes(self.page_size_bytes, key="paging.page_size_bytes")
+        object.__setattr__(self, "page_size_bytes", size)
+        if not MIN_PAGE_BYTES <= size <= MAX_PAGE_BYTES:
+            raise ValueError(
+                f"paging.page_size_bytes={size} is outside {MIN_PAGE_BYTES} (64KiB) to {MAX_PAGE_BYTES} (64MiB); "
+                "choose a size in between, e.g. 16MiB"
+            )
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """What the products run on.
+
+    Attributes:
+        cpu_products: library of fp32 products on a CPU; ``auto`` chooses oneDNN where the processor is not Intel's.
+    """
+
+    cpu_products: ProductsChoice = "auto"
+
+    def __post_init__(self) -> None:
+        if self.cpu_products not in get_args(ProductsChoice):
+            known = ", ".join(get_args(ProductsChoice))
+            raise ValueError(f"compute.cpu_products={self.cpu_products!r} is unknown; choose one of {known}")
+
+
+@dataclass(frozen=True)
+class MegaScaleConfig:
+    """Everything a run of MegaScale can be told. By default the run computes what stock computes."""
+
+    paging: PagingConfig = field(default_factory=PagingConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> MegaScaleConfig:
+        """From nested mappings ``{"paging": {"page_size_bytes": "16MiB"}}``.
+
+        Raises:
+            ValueError: an unknown key (the nearest known one is suggested), a section that is no mapping, a bad value.
+        """
+        _refuse_unknown(values, cls, where="")
+        sections = {}
+        for item in fields(cls):
+            if item.name in values:
+                section = values[item.name]
+                if not isinstance(section, Mapping):
+                    raise ValueError(f"{item.name}={section!r} must be a section of options, e.g. {item.name}: {{...}}")
+                kind = type(getattr(cls(), item.name))
+                _refuse_unknown(section, kind, where=f"{item.name}.")
+                sections[item.name] = kind(**section)
+        return cls(**sections)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> MegaScaleConfig:
+        """From a JSON or YAML file (YAML needs PyYAML).
+
+        Raises:
+            ValueError: the file is not there, not readable as JSON or YAML, or has a bad key or value.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"configuration file {path} cannot be read: {error}; give a JSON or YAML file") from error
+        try:
+            values = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        except ValueError as error:
+            raise ValueError(f"configuration file {path} is not valid: {error}") from error
+        if values is None:
+            values = {}
+        if not isinstance(values, Mapping):
+            raise ValueError(f"configuration file {path} must hold a mapping of sections, not {type(values).__name__}")
+        try:
+            return cls.from_mapping(values)
+        except ValueError as error:
+            raise ValueError(f"configuration file {path}: {error}") from error
+
+    def replace(self, section: str, **options: object) -> MegaScaleConfig:
+        """A copy with options of one section replaced."""
+        changed = dataclasses.replace(getattr(self, section), **options)
+        return dataclasses.replace(self, **{section: changed})
+
+    def as_dict(self) -> dict[str, object]:
+        """Nested plain values, as :meth:`from_mapping` reads them."""
+        return dataclasses.asdict(self)
+
+
+def _yaml(text: str) -> object:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("YAML configuration needs PyYAML: pip install 'megascale[megatron]', or use JSON") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _refuse_unknown(values: Mapping[str, object], kind: type, *, where: str) -> None:
+    known = [item.name for item in fields(kind)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(where + k for k in known)}"
+            raise ValueError(f"unknown configuration key {where}{key}; {hint}")

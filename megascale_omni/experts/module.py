@@ -1,0 +1,168 @@
+"""PagedExperts: the drop-in for a stock experts module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction, Rows
+from megascale_omni.experts.products import Products
+from megascale_omni.experts.workspace import Workspace
+from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.names import NamedSlice, NamedTensors, NamingStyle
+from megascale_omni.paging.planes import Plane
+
+
+class PagedExperts(torch.nn.Module):
+    """Experts whose weights are pages of an :class:`ExpertManager`, not Parameters.
+
+    Called as ``experts(x [N, h], counts, probs [N])`` with tokens sorted by local expert, it returns ``[N, h]``. It
+    appears to ``state_dict`` under the names of the stock class (``style``), and to nothing that walks
+    ``parameters()``.
+
+    Args:
+        manager: owner of the pages. path: the module's path in the model, its identity. shape, layout: sizes and cut.
+        dtypes: dtype of each plane. activation: frozen description. style: stock class whose names are used.
+        products, workspace: shared by all modules of a process.
+    """
+
+    def __init__(
+        self,
+        *,
+        manager: ExpertManager,
+        path: str,
+        layout: PageLayout,
+        num_experts: int,
+        dtypes: dict[Plane, torch.dtype],
+        activation: Activation,
+        style: NamingStyle,
+        products: Products,
+        workspace: Workspace,
+    ) -> None:
+        super().__init__()
+        if activation.gated != layout.shape.gated:
+            raise ValueError(f"{path}: activation gated={activation.gated}, expert shape gated={layout.shape.gated}")
+        self.num_experts = num_experts
+        self.names = NamedTensors(layout=layout, num_experts=num_experts, style=style)
+        self.manager = manager
+        self.pages = manager.add_module(path=path, layout=layout, num_experts=num_experts, dtypes=dtypes)
+        self.context = ExpertsContext(manager, self.pages, activation, products, workspace)
+        self.trainable = True
+        self._anchor = torch.zeros((), device=manager.arena.device, requires_grad=True)
+
+    @property
+    def path(self) -> str:
+        """The module's path in the model."""
+        return self.manager.numbering.path(self.pages.entry.module)
+
+    @property
+    def layout(self) -> PageLayout:
+        """The cut of this module's experts."""
+        return self.pages.layout
+
+    @property
+    def shape(self) -> ExpertShape:
+        """Sizes of one expert."""
+        return self.layout.shape
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all local experts."""
+        return self.num_experts * self.shape.num_parameters
+
+    def allocate(self) -> None:
+        """Makes all weight pages (contents undefined), in one segment."""
+        self.manager.reserve(self.pages, Plane.WEIGHT)
+        self.manager.create(self.pages, Plane.WEIGHT, range(self.num_experts))
+
+    def requires_grad_(self, requires_grad: bool = True) -> PagedExperts:
+        """Freezes or unfreezes all experts of the module."""
+        self.trainable = requires_grad
+        self._anchor.requires_grad_(requires_grad)
+        return self
+
+    def forward(self, x_Nh: torch.Tensor, counts: Sequence[int], probs_N: torch.Tensor | None = None) -> torch.Tensor:
+        """Experts' outputs ``[N, h]`` for tokens sorted by expert; ``counts[e]`` rows belong to local expert ``e``.
+
+        ``probs_N`` scales each token's activation before the down projection; None scales nothing.
+        """
+        if sum(counts) != x_Nh.shape[0] or len(counts) != self.num_experts:
+            raise RuntimeError(
+                f"{self.path}: {len(counts)} experts with {sum(counts)} tokens were announced, "
+                f"{self.num_experts} experts with {x_Nh.shape[0]} tokens are here"
+            )
+        keep = torch.is_grad_enabled() and (
+            x_Nh.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
+        )
+        result: torch.Tensor = PagedExpertsFunction.apply(
+            x_Nh, probs_N, self._anchor, self.context, Rows.from_counts(counts), keep
+        )
+        return result
+
+    # -- names
+    # ----------------------------------------------------------------------------------------------------------
+
+    def named_slices(self, plane: Plane = Plane.WEIGHT) -> Iterator[tuple[NamedSlice, torch.Tensor]]:
+        """Every part of every page with its stock name, expert and place, and a view of its elements.
+
+        A view is valid until the next item is asked for; writing to it changes the page.
+        """
+        for expert in range(self.num_experts):
+            with self.manager.lease(self.pages, plane, [expert]) as lease:
+                for item in self.names.of_expert(expert):
+                    yield item, self.layout.part(lease.page(expert, item.slice), item.slice, item.part)
+
+    def dense(self, plane: Plane = Plane.WEIGHT) -> dict[str, torch.Tensor]:
+        """Copies of all named tensors of a plane, under their stock names and shapes."""
+        dtype = self.pages.dtypes[plane]
+        tensors = {t.name: torch.empty(t.shape, dtype=dtype, device=self._anchor.device) for t in self.names.tensors()}
+        for item, view in self.named_slices(plane):
+            item.select(tensors[item.tensor.name]).copy_(view)
+        return tensors
+
+    def load_dense(self, tensors: dict[str, torch.Tensor], plane: Plane = Plane.WEIGHT) -> None:
+        """Copies named tensors (any subset) into pages, which must exist."""
+        shapes = {t.name: t.shape for t in self.names.tensors()}
+        for name, tensor in tensors.items():
+            if name not in shapes:
+                raise ValueError(f"{self.path} has no tensor {name!r}; it has {', '.join(list(shapes)[:4])} ...")
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(
+                    f"{self.path}.{name}: shape {tuple(tensor.shape)} does not fit, the model has {shapes[name]}"
+                )
+        for item, view in self.named_slices(plane):
+            if item.tensor.name in tensors:
+                view.copy_(item.select(tensors[item.tensor.name]))
+
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self.dense().items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, object],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = [t.name for t in self.names.tensors()]
+        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        missing_keys.extend(prefix + name for name in names if name not in found)
+        try:
+            self.load_dense(found)
+        except ValueError as error:
+            error_msgs.append(str(error))
+        if strict:
+            known = {prefix + name for name in names}
+            unexpected_keys.extend(
+                key
+                for key in state_dict
+                if key.startswith(prefix) and key not in known and not key.endswith("_extra_state")
+            )

@@ -1,0 +1,1 @@
+"""Where an expert's bytes are: layout, page table, tiers, leases."""
