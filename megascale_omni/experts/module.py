@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from megascale_omni.experts.activation import Activation
@@ -11,7 +12,7 @@ from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
-from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.manager import ExpertManager, Lease
 from megascale_omni.paging.names import NamedSlice, NamedTensors, NamingStyle
 from megascale_omni.paging.planes import Plane
 
@@ -102,8 +103,18 @@ class PagedExperts(torch.nn.Module):
         )
         return result
 
-    # -- names
-    # ----------------------------------------------------------------------------------------------------------
+    def page_ids(self, plane: Plane, names: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Page ids (int64) of (expert, slice) names in ``plane``, in the order given."""
+        pairs = np.asarray(names, dtype=np.int64).reshape(-1, 2)
+        entry = self.pages.entry
+        ids: np.ndarray = entry.first_index + pairs[:, 0] * entry.num_slices + pairs[:, 1]
+        return ids * len(Plane) + int(plane)
+
+    def lease(self, plane: Plane, names: Sequence[tuple[int, int]]) -> Lease:
+        """Pins the pages (expert, slice) of ``plane``."""
+        return self.manager.lease_ids(self.pages, plane, self.page_ids(plane, names))
+
+    # -- names ---------------------------------------------------------------------------------------------------------
 
     def named_slices(self, plane: Plane = Plane.WEIGHT) -> Iterator[tuple[NamedSlice, torch.Tensor]]:
         """Every part of every page with its stock name, expert and place, and a view of its elements.

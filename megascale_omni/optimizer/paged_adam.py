@@ -68,8 +68,7 @@ class PagedAdam:
         """The modules whose pages are stepped."""
         return tuple(self.bindings)
 
-    # -- state
-    # ----------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def ensure_state(self) -> None:
         """Makes the moments (zeros) of every owned page that has none yet."""
@@ -97,9 +96,8 @@ class PagedAdam:
         self, experts: PagedExperts, planes: Sequence[Plane]
     ) -> Iterator[tuple[PageName, tuple[torch.Tensor, ...]]]:
         """Each owned page's elements in ``planes``, leased while it is the current item."""
-        manager = experts.manager
         for name in self.shards.owned(experts):
-            leases = [manager.lease_ids(experts.pages, p, experts.page_ids(p, [name])) for p in planes]
+            leases = [experts.lease(plane, [name]) for plane in planes]
             try:
                 yield name, tuple(lease.page(*name) for lease in leases)
             finally:
@@ -109,8 +107,7 @@ class PagedAdam:
     def _mark(self, experts: PagedExperts, plane: Plane, name: PageName) -> None:
         experts.manager.table.dirty[experts.page_ids(plane, [name])] = True
 
-    # -- step
-    # -----------------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, *, clip_coefficient: float | None = None) -> None:
@@ -148,8 +145,7 @@ class PagedAdam:
         for name, (p, m, v) in self._owned_pages(experts, planes):
             gradient = None
             if has_gradient[name]:
-                with manager.lease_ids(experts.pages, Plane.GRADIENT, experts.page_ids(Plane.GRADIENT, [name])) as
-                lease:
+                with experts.lease(Plane.GRADIENT, [name]) as lease:
                     gradient = lease.page(*name)
                     # Stock copies a narrower gradient to fp32 before it clips.
                     gradient = gradient if gradient.dtype is torch.float32 else gradient.float()
@@ -159,7 +155,7 @@ class PagedAdam:
             else:
                 self._step_page(experts, name, (p, m, v), None, records)
             if master is Plane.MASTER:
-                with manager.lease_ids(experts.pages, Plane.WEIGHT, experts.page_ids(Plane.WEIGHT, [name])) as lease:
+                with experts.lease(Plane.WEIGHT, [name]) as lease:
                     lease.page(*name).copy_(p)
                     lease.mark_dirty()
             for plane in planes:
@@ -186,8 +182,7 @@ class PagedAdam:
             else:
                 self.arithmetic.step(p=p, m=m, v=v, g=gradient[region], record=records[group])
 
-    # -- weights and state as seen from outside
-    # -------------------------------------------------------------------------
+    # -- weights and state as seen from outside ----------------------------------------------------------------------
 
     @torch.no_grad()
     def sync_weights(self, experts: PagedExperts) -> None:

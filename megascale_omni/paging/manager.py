@@ -133,8 +133,7 @@ class ExpertManager:
         self._views: dict[int, PageViews] = {}
         self._counts: Counter[str] = Counter()
 
-    # -- modules
-    # --------------------------------------------------------------------------------------------------------
+    # -- modules -----------------------------------------------------------------------------------------------------
 
     def add_module(
         self, *, path: str, layout: PageLayout, num_experts: int, dtypes: Mapping[Plane, torch.dtype]
@@ -155,13 +154,15 @@ class ExpertManager:
         """Page ids (int64) of all slices of ``experts`` in ``plane``, ascending by (expert, slice)."""
         return self.numbering.page_ids(module.entry.module, plane, experts)
 
-    # -- pages
-    # ----------------------------------------------------------------------------------------------------------
+    # -- pages -------------------------------------------------------------------------------------------------------
 
     def create(self, module: PagedModule, plane: Plane, experts: Sequence[int]) -> np.ndarray:
         """Gives every absent page of ``experts`` in ``plane`` a slot; contents are undefined. Returns the new ids."""
-        ids = self.ids(module, plane, experts)
-        new = ids[self.table.tier[ids] == TierKind.ABSENT]
+        return self.create_ids(module, plane, self.ids(module, plane, experts))
+
+    def create_ids(self, module: PagedModule, plane: Plane, page_ids: np.ndarray) -> np.ndarray:
+        """The same for page ids of one module and plane."""
+        new: np.ndarray = page_ids[self.table.tier[page_ids] == TierKind.ABSENT]
         slot_class = module.slot_class(plane)
         for page_id in new.tolist():
             slot = self.arena.allocate(slot_class)
@@ -170,9 +171,9 @@ class ExpertManager:
         self._counts["pages_created"] += len(new)
         return new
 
-    def reserve(self, module: PagedModule, plane: Plane) -> None:
+    def reserve(self, module: PagedModule, plane: Plane, pages: int | None = None) -> None:
         """Makes one segment for all pages of a plane that will all exist, so that they lie together."""
-        self.arena.reserve(module.slot_class(plane), module.entry.num_pages)
+        self.arena.reserve(module.slot_class(plane), module.entry.num_pages if pages is None else pages)
 
     def drop(self, page_ids: np.ndarray) -> None:
         """Makes unpinned pages absent; their contents are gone."""
@@ -190,12 +191,15 @@ class ExpertManager:
         mask: np.ndarray = self.table.tier[ids] != TierKind.ABSENT
         return mask.reshape(module.entry.num_experts, module.entry.num_slices)
 
-    # -- leases
-    # ---------------------------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------------------------
 
     def lease(self, module: PagedModule, plane: Plane, experts: Sequence[int]) -> Lease:
         """Pins all pages of ``experts`` in ``plane``; absent ones are a RuntimeError."""
-        return Lease(self, module, plane, self.ids(module, plane, experts))
+        return self.lease_ids(module, plane, self.ids(module, plane, experts))
+
+    def lease_ids(self, module: PagedModule, plane: Plane, page_ids: np.ndarray) -> Lease:
+        """The same for page ids of one module and plane."""
+        return Lease(self, module, plane, page_ids)
 
     def waves(self, module: PagedModule, experts: Sequence[int], *, planes: Sequence[Plane]) -> Iterator[Wave]:
         """Yields the pages of ``experts`` in waves, ascending by (expert, slice); each is leased while current.
@@ -229,8 +233,7 @@ class ExpertManager:
         slice_ = (page_id // len(Plane) - module.entry.first_index) % module.entry.num_slices
         self._tensors[page_id] = self.arena.tensor(slot_class, slot)[: module.layout.page_numel(slice_)]
 
-    # -- bookkeeping
-    # ----------------------------------------------------------------------------------------------------
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of ACTIVE pages by plane name."""
