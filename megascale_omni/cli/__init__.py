@@ -29,7 +29,7 @@ class Command(Protocol):
         """Do the work; returns the exit code. A mistake of the user is a ``ValueError``."""
 
 
-def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of ``megascale`` with one sub-parser for each module named in ``commands``."""
     parser = argparse.ArgumentParser(prog="megascale", description="Mixture-of-experts training beyond device memory.")
     parser.add_argument("--version", action="version", version=f"megascale {__version__}")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: a ``ValueError`` of the command, its message on stderr; 2: no command given. Arguments that argparse
     itself refuses, ``--help`` and ``--version`` leave through ``SystemExit``.
     """
-    parser = build_parser()
+    parser = build_parser(COMMANDS)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterable
 from importlib import metadata
+from typing import TypedDict
 
 NAME = "env"
 HELP = "print versions of packages, processor, memory and accelerators"
@@ -21,7 +22,21 @@ PACKAGES = (
     "transformer-engine",
 )
 
-Environment = dict[str, object]
+
+class Environment(TypedDict):
+    """On what a run stands. What cannot be found out is None.
+
+    ``packages``: name -> version, None where not installed; ``cpu``: ``model``, ``cores`` that this process may use;
+    ``memory``: ``total_bytes``, ``available_bytes``, ``limit_bytes`` (of the control group; None: none);
+    ``gpus``: ``name``, ``memory_bytes``, ``capability`` of each.
+    """
+
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    cpu: dict[str, str | int | None]
+    memory: dict[str, int | None]
+    gpus: list[dict[str, str | int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def environment() -> Environment:
-    """Versions and hardware of this process, ready for JSON.
-
-    ``python``, ``platform``; ``packages``: name -> version or None where not installed; ``cpu``: ``model``, ``cores``
-    that this process may use; ``memory``: ``total_bytes``, ``available_bytes``, ``limit_bytes`` (of the control group;
-    None: none); ``gpus``: a list of ``name``, ``memory_bytes``, ``capability``. What cannot be found out is None.
-    """
+    """Versions and hardware as this process sees them, ready for JSON."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -91,10 +101,10 @@ def _memory() -> dict[str, int | None]:
     return {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
 
 
-def _gpus() -> list[dict[str, object]]:
+def _gpus() -> list[dict[str, str | int]]:
     import torch
 
-    found: list[dict[str, object]] = []
+    found: list[dict[str, str | int]] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
