@@ -26,14 +26,15 @@ FRAMEWORKS = ("megatron", "deepspeed", "transformers", "apex", "triton", "transf
 ABSENT = (*FRAMEWORKS, "yaml", "rich", "psutil", "matplotlib", "tensorboard", "hypothesis", "pytest")
 
 PROBE = """
-import json, site, sys
+import importlib.util, json, site, sys
 for folder in json.loads(sys.argv[1]):
     sys.path.append(folder)
     site.addsitedir(folder)  # reads .pth files, as at the start of an interpreter
 from megascale_omni import __version__
 from megascale_omni.kernels import probe_kernel
-import deepspeed_ext, megascale_omni.cli, megatron_ext, triton_kernels
+import megascale_omni.cli, triton_kernels
 print(json.dumps({
+    "adapters": [name for name in ("megatron_ext", "deepspeed_ext") if importlib.util.find_spec(name)],
     "version": __version__,
     "kernel": probe_kernel.__name__,
     "answer": probe_kernel.ANSWER,
@@ -140,6 +141,7 @@ def probe(way: str, request: pytest.FixtureRequest, *more_folders: Path) -> dict
 @pytest.mark.parametrize("way", ["wheel", "editable", "sources"])
 def test_kernels_are_imported_by_our_name_and_a_foreign_package_keeps_its_own(way, request, foreign):
     assert probe(way, request, foreign) == {
+        "adapters": ["megatron_ext", "deepspeed_ext"],
         "version": megascale_omni.__version__,
         "kernel": "megascale_omni.kernels.probe_kernel",
         "answer": 42,
