@@ -110,6 +110,7 @@ main() {
     stamped "$PROJECT_STAMP" "$(project_fingerprint)" && return
     # Two calls at once: the second waits, and then finds the work done.
     if [[ -z ${MEGASCALE_SETUP_LOCKED:-} ]] && command -v flock >/dev/null; then
+        flock --nonblock .venv.lock true || say "waiting for another setup to finish"
         MEGASCALE_SETUP_LOCKED=1 flock --timeout "$STEP_TIMEOUT_SECONDS" --conflict-exit-code 75 \
             .venv.lock bash scripts/setup_env.sh && return
         (($? != 75)) || fail "another setup has held .venv.lock for $STEP_TIMEOUT_SECONDS s"

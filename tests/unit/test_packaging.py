@@ -13,6 +13,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import megascale_omni
 
@@ -180,6 +182,21 @@ def test_an_installation_without_extras_needs_torch_and_numpy_only(wheel):
     assert set(metadata.get_all("Provides-Extra", [])) == {"megatron", "deepspeed", "hf", "dev"}
     assert metadata["Version"] == megascale_omni.__version__
     assert "megascale = megascale_omni.cli:main" in entry_points
+
+
+def test_the_pins_are_exact_and_fit_what_the_metadata_asks_for(wheel):
+    lines = [line for line in (ROOT / "scripts/requirements-cpu.txt").read_text().splitlines() if line[:1] != "#"]
+    pins = {name.lower().replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines)}
+    assert all(Version(version) for version in pins.values())
+    assert lines[0].startswith("torch==")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        asked = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
+    for requirement in map(Requirement, asked):
+        for extra in ("", "megatron", "dev"):
+            marker = requirement.marker
+            if marker is None or marker.evaluate({"python_version": "3.11", "extra": extra}):
+                assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
 
 
 def test_the_core_is_imported_without_any_framework(tmp_path):
