@@ -59,7 +59,8 @@ step() {
     done
     trap - INT TERM
     if ! wait "$child"; then
-        tail -n 30 "$LOG" >&2
+        rm -f "$UNFINISHED"  # unlike an interruption: pip undoes what it cannot finish
+        tail -n 12 "$LOG" >&2
         fail "$what failed; the whole output is in $LOG"
     fi
 }
@@ -91,7 +92,7 @@ make_venv() {
 install_packages() {
     local torch
     touch "$UNFINISHED"
-    rm -f "$PACKAGES_STAMP"
+    rm -f "$PACKAGES_STAMP" "$PROJECT_STAMP"
     torch=$(grep -E '^torch==' "$PINS")
     step "installing $torch" "$VENV/bin/python" -m pip install "$torch"
     step "installing $(grep -cE '^[a-zA-Z0-9]' "$PINS") pinned packages" "$VENV/bin/python" -m pip install -r "$PINS"
