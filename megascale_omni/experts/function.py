@@ -154,7 +154,7 @@ def _forward(
                     pre_nR.add_(page.fc1_bias_R)
             act_Br = work.take("activation", (pre_BR.shape[0], pages[0].down_rh.shape[0]), x_Nh.dtype)
             probs_B = _batch_probs(items, rows, probs_N, layout.num_slices)
-            context.activation.with_probs_forward(pre_BR, probs_B, out=act_Br)
+            context.activation.with_probs_forward(pre_BR, probs_B, out=act_Br, workspace=work)
             act_of = act_Br.split([rows.counts[expert] for expert, _ in items])
             for (expert, slice_), page, act_nr in zip(items, pages, act_of, strict=True):
                 output.add(expert, slice_, act_nr, page.down_rh)
@@ -246,7 +246,16 @@ class _Backward:
         act_Br = work.take("activation", shape, self.dtype)
         gpre_BR = work.take("pre_activation_gradient", tuple(pre_BR.shape), self.dtype)
         probs_B = _batch_probs(items, self.rows, self.probs_N, context.layout.num_slices)
-        gprobs_B = context.activation.with_probs_backward(pre_BR, probs_B, gact_Br, act_out=act_Br, out=gpre_BR)
+        _, gprobs_B = context.activation.with_probs_backward(
+            pre_BR,
+            probs_B,
+            gact_Br,
+            out=gpre_BR,
+            activated=act_Br if gradients is not None else None,
+            need_grad_probs=bool(self.gprobs_of),
+            overwrite_grad=True,
+            workspace=work,
+        )
         act_of, gpre_of = act_Br.split(counts), gpre_BR.split(counts)
         if gradients is not None:
             for (expert, slice_), act_nr, gpre_nR in zip(items, act_of, gpre_of, strict=True):

@@ -205,6 +205,17 @@ class PagedAdam:
         return received
 
     @torch.no_grad()
+    def squared_parameter_norm(self, experts: PagedExperts) -> float:
+        """Sum of squares of a module's fp32 parameters (masters where there are any). A collective where sharded."""
+        total = torch.zeros((), dtype=torch.float64)
+        for _, (page,) in self._owned_pages(experts, (master_plane(experts),)):
+            total += torch.linalg.vector_norm(page, dtype=torch.float32).double().square().cpu()
+        if self.shards.size > 1:
+            total = total.to(experts.manager.arena.device)
+            torch.distributed.all_reduce(total, group=self.shards.group)
+        return float(total)
+
+    @torch.no_grad()
     def dense(self, experts: PagedExperts, plane: Plane) -> dict[str, torch.Tensor]:
         """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
         if self.shards.size == 1 or plane is Plane.WEIGHT:

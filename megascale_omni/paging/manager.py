@@ -50,7 +50,7 @@ class PagedModule:
 
     entry: ModuleEntry
     layout: PageLayout
-    dtypes: Mapping[Plane, torch.dtype]
+    dtypes: dict[Plane, torch.dtype]
 
     def slot_class(self, plane: Plane) -> SlotClass:
         """Slot class of this module's pages in ``plane``."""
@@ -144,6 +144,15 @@ class ExpertManager:
         self._modules.append(module)
         self.table.grow()
         return module
+
+    def set_plane_dtype(self, module: PagedModule, plane: Plane, dtype: torch.dtype) -> None:
+        """Gives a module a plane, or a plane another dtype. RuntimeError where pages of it exist in another dtype."""
+        if module.dtypes.get(plane, dtype) is not dtype and self.present(module, plane).any():
+            raise RuntimeError(
+                f"{self.numbering.path(module.entry.module)}: the {plane.name.lower()} plane has pages in "
+                f"{module.dtypes[plane]} and cannot become {dtype}"
+            )
+        module.dtypes[plane] = dtype
 
     @property
     def modules(self) -> tuple[PagedModule, ...]:

@@ -1,0 +1,64 @@
+"""The ``--megascale*`` flags, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megascale_omni.config import MegaScaleConfig
+from megatron_ext import patches, support
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime import Runtime
+
+
+def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
+    group = parser.add_argument_group("megascale", "experts in pages")
+    group.add_argument("--megascale", action="store_true", help="keep the experts of every MoE layer in pages")
+    group.add_argument(
+        "--megascale-config", metavar="FILE", help="JSON or YAML file of options; flags given here win over it"
+    )
+    group.add_argument(
+        "--megascale-page-size", metavar="SIZE", help="weight bytes of a page, 64KiB to 64MiB (default 16MiB)"
+    )
+    group.add_argument(
+        "--megascale-cpu-products",
+        choices=["auto", "blas", "onednn"],
+        help="library of fp32 products on a CPU (default auto: oneDNN where the processor is not Intel's)",
+    )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
+    """The configuration that parsed flags ask for; None without ``--megascale``.
+
+    Raises:
+        ValueError: a bad value, or a ``--megascale-*`` flag without ``--megascale``.
+    """
+    given = sorted(k for k, v in vars(args).items() if k.startswith("megascale_") and v is not None)
+    if not getattr(args, "megascale", False):
+        if given:
+            flag = "--" + given[0].replace("_", "-")
+            raise ValueError(f"{flag}={getattr(args, given[0])} has no effect without --megascale; add --megascale")
+        return None
+    path = getattr(args, "megascale_config", None)
+    config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
+    if getattr(args, "megascale_page_size", None) is not None:
+        config = config.replace("paging", page_size_bytes=args.megascale_page_size)
+    if getattr(args, "megascale_cpu_products", None) is not None:
+        config = config.replace("compute", cpu_products=args.megascale_cpu_products)
+    return config
+
+
+def enable_from_args(args: argparse.Namespace) -> Runtime | None:
+    """Enables MegaScale if the flags ask for it; call it before the model is built.
+
+    Raises:
+        ValueError: a flag that MegaScale does not support (by name), a dense model, a bad configuration.
+    """
+    config = config_from_args(args)
+    if config is None:
+        return None
+    support.check_arguments(args)
+    return patches.enable(config)

@@ -1,0 +1,141 @@
+"""MegaScaleDDP: stock's data-parallel wrapper, with the gradient pages of paged experts beside its buffers.
+
+Stock's buffers hold every parameter it finds; paged experts are none. Each method that stock applies to its buffers is
+applied to the gradient pages too, with stock's scaling, accumulation dtype and process groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megascale_omni.experts.gradients import ExpertGradients
+from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
+from megatron_ext import support
+from megatron_ext.experts import MegaScaleExperts
+
+
+class MegaScaleDDP(DistributedDataParallel):
+    """Stock's DistributedDataParallel for a model chunk that may hold paged experts."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        support.check("ddp", ddp_config)
+        super().__init__(
+            config=config,
+            ddp_config=ddp_config,
+            module=module,
+            disable_bucketing=disable_bucketing,
+            pg_collection=pg_collection,
+        )
+        named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
+        self.paged_experts = [experts for _, experts in named]
+        self.gradients = ExpertGradients(self.paged_experts)
+        self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
+        self._micro_batch = 0
+        self._chunk = getattr(_innermost(module), "vp_stage", None) or 0
+        for name, experts in named:
+            path = name.removeprefix("module.")
+            experts.manager.numbering.rename(experts.pages.entry.module, f"chunk {self._chunk}: {path}")
+            dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else experts.pages.dtypes[Plane.WEIGHT]
+            experts.manager.set_plane_dtype(experts.pages, Plane.GRADIENT, dtype)
+
+    # -- schedule
+    # -------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's signature
+        """Stock's forward, announced to the schedule."""
+        if not self.paged_experts:
+            return super().forward(*inputs, **kwargs)
+        phase = Phase.FORWARD if self.module.training else Phase.EVAL
+        with self.paged_experts[0].manager.schedule.enter(phase, micro_batch=self._micro_batch, chunk=self._chunk):
+            result = super().forward(*inputs, **kwargs)
+        self._micro_batch += phase is Phase.FORWARD
+        return result
+
+    # -- gradients
+    # ------------------------------------------------------------------------------------------------------
+
+    def zero_grad_buffer(self) -> None:
+        """As stock; gradient pages become absent."""
+        super().zero_grad_buffer()
+        self.gradients.drop()
+        self._micro_batch = 0
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """As stock; gradient pages are checked, scaled and summed over the ranks that hold the same experts."""
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_finite()
+        super().finish_grad_sync(force_all_reduce=force_all_reduce)
+        if self.gradient_scale != 1.0:
+            self.gradients.scale(self.gradient_scale)
+        self.gradients.reduce(self.expt_dp_group)
+
+    def _check_finite(self) -> None:
+        """Every rank ends, with the expert or parameter named, when a gradient on any rank is not finite.
+
+        Raises:
+            RuntimeError: on every rank of the job.
+        """
+        bad = self.gradients.first_non_finite() or self._first_non_finite_parameter()
+        flag = torch.tensor([float(bad is not None)], device=next(self.module.parameters()).device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if not flag.item():
+            return
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, bad)
+        where = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(found) if what is not None)
+        raise RuntimeError(
+            f"non-finite gradient before the data-parallel reduction: {where}. "
+            "Training stops as stock's does; --no-check-for-nan-in-loss-and-grad goes on without this check"
+        )
+
+    def _first_non_finite_parameter(self) -> str | None:
+        # With overlap_grad_reduce buckets are on their way already and stock checks each as it leaves.
+        if self.ddp_config.overlap_grad_reduce:
+            return None
+        for name, parameter in self.module.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not bool(torch.isfinite(torch.linalg.vector_norm(gradient.float()))):
+                return f"parameter {name}"
+        return None
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """As stock; gradient pages are multiplied too."""
+        super().scale_gradients(scaling_factor)
+        self.gradients.scale(scaling_factor)
+
+    def broadcast_params(self) -> None:
+        """As stock; weight pages come from the first rank of the expert-data-parallel group."""
+        super().broadcast_params()
+        source = dist.get_global_rank(self.expt_dp_group, 0)
+        for experts in self.paged_experts:
+            for expert in range(experts.num_experts):
+                names = [(expert, s) for s in range(experts.layout.num_slices)]
+                with experts.lease(Plane.WEIGHT, names) as lease:
+                    for name in names:
+                        dist.broadcast(lease.page(*name), src=source, group=self.expt_dp_group)
+                    lease.mark_dirty()
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """As stock; gradient pages, whose contents are undefined from here on, become absent."""
+        super().offload_grad_buffers(synchronize=synchronize, empty_cache=empty_cache)
+        self.gradients.drop()
+
+
+def _innermost(module: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(module, "module", None), torch.nn.Module):
+        module = module.module  # type: ignore[assignment]
+    return module

@@ -1,0 +1,217 @@
+"""MegaScaleExperts: paged experts that stock Megatron-Core takes for its own.
+
+[Note: the shell]
+A stock experts module with a single expert is built once for each local expert, so that initial weights come from
+stock's own code in stock's order of random numbers, one expert in memory at a time. The last one stays as the
+*shell*: no weights, but stock's names, attributes and sharding rules. Whatever stock must know about the experts'
+tensors (their order in parameter groups, their sharded state dict) is asked of the shell, filled with stand-ins; no
+stock rule is written again here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megascale_omni.experts.module import PagedExperts
+from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.planes import Plane
+from megatron_ext.activation import activation_of
+from megatron_ext.runtime import Runtime
+
+SOURCE = "megascale_source"
+"""Attribute of a stand-in Parameter: (experts module, tensor name)."""
+
+
+class MegaScaleExperts(PagedExperts):
+    """Drop-in for stock's ``SequentialMLP``: same call, same state dict, weights in pages.
+
+    Args:
+        num_local_experts, config, pg_collection: as stock's. stock_spec: the experts spec that this replaces.
+        runtime: what the modules of a run share.
+
+    Raises:
+        ValueError: an experts class other than ``SequentialMLP``, an unsupported activation, a page size that does
+        not fit.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        stock_spec: ModuleSpec | type,
+        runtime: Runtime,
+    ) -> None:
+        stock_class = _stock_class(stock_spec)
+        if stock_class is not SequentialMLP:
+            raise ValueError(
+                f"experts class {stock_class.__name__} is not supported with --megascale; "
+                "leave out --moe-grouped-gemm, so that stock uses SequentialMLP"
+            )
+        shell = build_module(stock_spec, 1, config, pg_collection=pg_collection)
+        mlp = shell.local_experts[0]
+        wide, hidden = mlp.linear_fc1.weight.shape
+        shape = ExpertShape(
+            hidden=hidden,
+            ffn=wide // (2 if config.gated_linear_unit else 1),
+            gated=bool(config.gated_linear_unit),
+            bias=bool(config.add_bias_linear),
+        )
+        dtype = mlp.linear_fc1.weight.dtype
+        page_bytes = runtime.config.paging.page_size_bytes
+        super().__init__(
+            manager=runtime.manager,
+            path=runtime.provisional_path(),
+            layout=PageLayout.for_page_bytes(shape, page_bytes=page_bytes, dtype=dtype),
+            num_experts=num_local_experts,
+            dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: dtype},
+            activation=activation_of(config),
+            style="sequential",
+            products=runtime.products,
+            workspace=runtime.workspace,
+        )
+        self.config = config
+        self.runtime = runtime
+        self.adam: PagedAdam | None = None  # set by the optimizer that steps these pages
+        self.expert_parallel = config.expert_model_parallel_size > 1
+        self.allocate()
+        for expert in range(num_local_experts):
+            if expert:
+                shell = build_module(stock_spec, 1, config, pg_collection=pg_collection)
+            self._take_initial_weights(expert, shell)
+        # Held in a tuple, so that the shell is no submodule: stock must not find parameters in it.
+        self._shell = (_emptied(shell),)
+
+    @torch.no_grad()
+    def _take_initial_weights(self, expert: int, shell: torch.nn.Module) -> None:
+        prefix = f"local_experts.{expert}."
+        values = {
+            prefix + name.removeprefix("local_experts.0."): parameter.detach()
+            for name, parameter in shell.named_parameters()
+        }
+        self.load_dense(values)
+
+    # -- compute
+    # --------------------------------------------------------------------------------------------------------
+
+    def forward(  # type: ignore[override]
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """As stock's: tokens ``[N, h]`` sorted by expert, counts ``[E]``, probs ``[N]``; ->  ``([N, h], None)``."""
+        x_Nh, probs_N = permuted_local_hidden_states, permuted_probs
+        if self.config.moe_apply_probs_on_input:
+            if self.config.moe_router_topk != 1:
+                raise ValueError("moe_apply_probs_on_input needs moe_router_topk=1")
+            x_Nh = (probs_N.unsqueeze(-1) * x_Nh).to(x_Nh.dtype)
+            return super().forward(x_Nh, tokens_per_expert.tolist(), None), None
+        return super().forward(x_Nh, tokens_per_expert.tolist(), probs_N), None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MegaScaleExperts:  # noqa: ANN401 - torch's own signature
+        """Module-wide conversions may change nothing about pages: these keep the dtype they were made with."""
+        probe = fn(torch.empty(0, dtype=self.pages.dtypes[Plane.WEIGHT], device=self.manager.arena.device))
+        if probe.dtype != self.pages.dtypes[Plane.WEIGHT]:
+            raise ValueError(
+                f"{self.path}: paged experts cannot change from {self.pages.dtypes[Plane.WEIGHT]} to {probe.dtype} "
+                f"after they were built; build the model with params_dtype={probe.dtype}"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+
+    # -- what stock asks about parameters
+    # -------------------------------------------------------------------------------
+
+    def stand_ins(self, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        """A stock experts module whose parameters are ``tensors``, by name; nothing is copied."""
+        shell = copy.copy(self._shell[0])
+        shell._modules = dict(shell._modules)
+        template = shell.local_experts[0]
+        experts = [self._stand_in(template, expert, tensors) for expert in range(self.num_experts)]
+        shell._modules["local_experts"] = torch.nn.ModuleList(experts)
+        shell.num_local_experts = self.num_experts
+        return shell
+
+    def _stand_in(self, template: torch.nn.Module, expert: int, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        mlp = copy.copy(template)
+        mlp._modules = dict(mlp._modules)
+        for child in ("linear_fc1", "linear_fc2"):
+            linear = copy.copy(mlp._modules[child])
+            assert linear is not None
+            linear._parameters = {}
+            for kind, old in mlp._modules[child]._parameters.items():  # type: ignore[union-attr]
+                if old is None:
+                    linear._parameters[kind] = None
+                    continue
+                name = f"local_experts.{expert}.{child}.{kind}"
+                parameter = torch.nn.Parameter(tensors[name], requires_grad=self.trainable)
+                parameter.__dict__.update(old.__dict__)
+                setattr(parameter, SOURCE, (self, name))
+                linear._parameters[kind] = parameter
+            mlp._modules[child] = linear
+        return mlp
+
+    @contextmanager
+    def visible(self) -> Iterator[None]:
+        """While it lasts, ``named_parameters()`` of the model lists the experts' stand-ins (no data) as stock would."""
+        empty = {t.name: torch.empty(t.shape, device="meta") for t in self.names.tensors()}
+        self._modules["local_experts"] = self.stand_ins(empty).local_experts
+        try:
+            yield
+        finally:
+            del self._modules["local_experts"]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Stock's own sharded state dict of these experts; tensors are copies, marked with their source."""
+        result: dict[str, Any] = self.stand_ins(self.dense()).sharded_state_dict(prefix, sharded_offsets, metadata)
+        return result
+
+    # -- counts
+    # ---------------------------------------------------------------------------------------------------------
+
+    def parameter_count(self) -> int:
+        """Elements of the local experts."""
+        return self.num_parameters
+
+    def squared_parameter_norm(self) -> float:
+        """Sum of squares of the local experts' parameters, in fp64; fp32 masters where the optimizer keeps any."""
+        if self.adam is not None:
+            return self.adam.squared_parameter_norm(self)
+        total = 0.0
+        for _, view in self.named_slices():
+            total += float(torch.linalg.vector_norm(view, dtype=torch.float32)) ** 2
+        return total
+
+
+def _stock_class(spec: ModuleSpec | type) -> type:
+    module = spec.module if isinstance(spec, ModuleSpec) else spec
+    found = module if isinstance(module, type) else import_module(module)
+    assert isinstance(found, type)
+    return found
+
+
+def _emptied(shell: torch.nn.Module) -> torch.nn.Module:
+    """The shell with parameters on the meta device: shapes and attributes, no memory."""
+    for module in shell.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                empty = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                empty.__dict__.update(parameter.__dict__)
+                module._parameters[name] = empty
+    return shell

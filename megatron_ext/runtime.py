@@ -1,0 +1,42 @@
+"""What all paged modules of one run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megascale_omni.config import MegaScaleConfig
+from megascale_omni.experts.products import Products, products_for
+from megascale_omni.experts.workspace import Workspace
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Configuration, pages, scratch memory and schedule of one run; made when MegaScale is enabled."""
+
+    config: MegaScaleConfig
+    manager: ExpertManager
+    workspace: Workspace
+    products: Products
+    path_numbers: list[str] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, config: MegaScaleConfig) -> Runtime:
+        """A runtime on the device that training runs on."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        workspace = Workspace(device)
+        products = products_for(device=device, choice=config.compute.cpu_products, workspace=workspace)
+        return cls(config, ExpertManager(device=device, schedule=Schedule()), workspace, products)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The announced schedule."""
+        return self.manager.schedule
+
+    def provisional_path(self) -> str:
+        """A unique path for a module that does not know its place in the model yet."""
+        self.path_numbers.append(f"experts#{len(self.path_numbers)}")
+        return self.path_numbers[-1]

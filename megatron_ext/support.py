@@ -1,0 +1,97 @@
+"""What ``--megascale`` supports of stock Megatron-Core. Everything else is refused by name at start, never ignored.
+
+``docs/SUPPORT.md`` shows this table; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An option that is refused: where it is set, its stock name, when, and what to do instead."""
+
+    where: str  # "model" (TransformerConfig), "ddp", "optimizer" or "arguments"
+    option: str
+    refused: Callable[[Any], bool]
+    remedy: str
+
+
+def _set(value: object) -> bool:
+    return bool(value)
+
+
+def _more_than_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("model", "fp8", _set, "train in bf16 or fp32"),
+    Refusal("model", "fp4", _set, "train in bf16 or fp32"),
+    Refusal("model", "fp16", _set, "use --bf16: paged optimizer state needs no loss scaling"),
+    Refusal("model", "delay_wgrad_compute", _set, "leave it out: weight gradients go to pages in the backward"),
+    Refusal("model", "overlap_moe_expert_parallel_comm", _set, "leave it out"),
+    Refusal("model", "enable_cuda_graph", _set, "leave it out"),
+    Refusal("model", "external_cuda_graph", _set, "leave it out"),
+    Refusal("model", "cuda_graph_impl", lambda v: v not in (None, "none"), "use --cuda-graph-impl none"),
+    Refusal("model", "moe_latent_size", _set, "leave it out: latent experts are not paged"),
+    Refusal("model", "use_te_activation_func", _set, "leave it out"),
+    Refusal("model", "use_kitchen", _set, "leave it out"),
+    Refusal("model", "fine_grained_activation_offloading", _set, "leave it out"),
+    Refusal("model", "cpu_offloading", _set, "leave it out"),
+    Refusal("model", "gradient_accumulation_fusion", _set, "add --no-gradient-accumulation-fusion"),
+    Refusal("model", "expert_tensor_parallel_size", _more_than_one, "use --expert-tensor-parallel-size 1"),
+    Refusal("ddp", "use_megatron_fsdp", _set, "use the distributed optimizer (--use-distributed-optimizer)"),
+    Refusal("ddp", "num_distributed_optimizer_instances", _more_than_one, "use one instance"),
+    Refusal("ddp", "fp8_param_gather", _set, "leave it out"),
+    Refusal("ddp", "reduce_scatter_with_fp32_accumulation", _set, "leave it out"),
+    Refusal("optimizer", "optimizer", lambda v: v != "adam", "use --optimizer adam (Adam or AdamW)"),
+    Refusal("optimizer", "use_precision_aware_optimizer", _set, "leave it out"),
+    Refusal("optimizer", "optimizer_cpu_offload", _set, "leave it out: pages are how experts leave the device"),
+    Refusal("optimizer", "overlap_param_gather_with_optimizer_step", _set, "leave it out"),
+    Refusal("optimizer", "loss_scale", _set, "leave it out: bf16 and fp32 need none"),
+    Refusal("arguments", "moe_use_upcycling", _set, "upcycle with stock, then load the checkpoint"),
+    Refusal("arguments", "use_torch_fsdp2", _set, "use the distributed optimizer"),
+)
+
+
+def check(where: str, options: object) -> None:
+    """Refuses the first unsupported option of a stock configuration object.
+
+    Raises:
+        ValueError: names the option, its value and the remedy.
+    """
+    for refusal in REFUSALS:
+        value = getattr(options, refusal.option, None)
+        if refusal.where == where and refusal.refused(value) and (value is not None):
+            flag = "--" + refusal.option.replace("_", "-")
+            raise ValueError(f"{flag} ({refusal.option}={value!r}) is not supported with --megascale; {refusal.remedy}")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuses unsupported flags, before anything is built.
+
+    Raises:
+        ValueError: as :func:`check`; also ``--megascale`` on a dense model, and a checkpoint layout of the distributed
+            optimizer that depends on stock's buffers.
+    """
+    if getattr(args, "num_experts", None) is None:
+        raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")
+    check("model", args)
+    check("ddp", args)
+    check("optimizer", args)
+    check("arguments", args)
+    checkpoints = getattr(args, "save", None) or getattr(args, "load", None)
+    if (
+        checkpoints
+        and getattr(args, "use_distributed_optimizer", False)
+        and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+    ):
+        raise ValueError(
+            "--use-distributed-optimizer with --save or --load needs --dist-ckpt-optim-fully-reshardable under "
+            "--megascale: stock's default layout is cut by its own buffers, which paged experts do not have"
+        )
