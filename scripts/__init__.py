@@ -1,0 +1,1 @@
+"""Programs of the project; run them from anywhere."""

@@ -1,0 +1,366 @@
+"""Checkpoints in Megatron-LM's own layout and format (`torch_dist`), written and read by megatron-core.
+
+    FOLDER/latest_checkpointed_iteration.txt    the iteration to load, as text
+    FOLDER/iter_0000100/                        one checkpoint: common.pt, metadata.json, *.distcp
+
+A checkpoint holds what Megatron-LM's does, under the same keys: args (with the consumed samples), checkpoint_version,
+iteration, model (model0, model1 ... with virtual stages), optimizer, opt_param_scheduler, rng_state.
+"""
+
+import argparse
+import queue
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.safe_globals import register_safe_globals
+from megatron.core.transformer.module import MegatronModule
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_VERSION = 3.0
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "swiglu",
+    "quick_geglu",
+    "add_bias_linear",
+    "normalization",
+    "untie_embeddings_and_output_weights",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+)
+"""Arguments that must be the same to load the weights. Those that a checkpoint does not name are not compared."""
+
+
+def save(trainer: "Trainer", folder: str | Path) -> str:
+    """Write a checkpoint of the trainer's iteration. The tracker names it once it is complete. Returns its folder."""
+    path = _iteration_folder(folder, trainer.iteration)
+    if trainer.is_first_rank:
+        shutil.rmtree(path, ignore_errors=True)  # what an interrupted save left behind
+        path.mkdir(parents=True)
+    torch.distributed.barrier()
+    metadata = _content_metadata(trainer.args)
+    dist_checkpointing.save(
+        _state_dict(trainer, metadata, loading=False),
+        str(path),
+        sharded_strategy=InProcessSave("torch_dist", 1, thread_count=1),
+        content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
+    )
+    torch.distributed.barrier()
+    if trainer.is_first_rank:
+        tracker = Path(folder) / TRACKER
+        temporary = tracker.with_suffix(".part")
+        temporary.write_text(str(trainer.iteration), encoding="ascii")
+        temporary.replace(tracker)
+    torch.distributed.barrier()
+    return str(path)
+
+
+def load(trainer: "Trainer", folder: str | Path) -> None:
+    """Continue `trainer` from the latest checkpoint (or `--ckpt-step`) under `folder`; without one, leave it alone.
+
+    Raises:
+        UsageError: a checkpoint of another shape or layout, a damaged one, none although it was demanded. The same
+            error on every rank.
+    """
+    args = trainer.args
+    iteration = args.ckpt_step
+    if iteration is None:
+        iteration = latest_iteration(folder)
+    if iteration is None:
+        if args.exit_on_missing_checkpoint:
+            raise UsageError(f"--load {folder} holds no checkpoint ({TRACKER} is missing)")
+        return
+    path = _iteration_folder(folder, iteration)
+    register_safe_globals()
+    common: dict[str, Any] = {}
+    trainer.distributed.agree(lambda: common.update(_read_common(path)))
+    with_optimizer, with_rng = not (args.finetune or args.no_load_optim), not (args.finetune or args.no_load_rng)
+    trainer.distributed.agree(lambda: _check_shape(args, common, path, with_optimizer=with_optimizer))
+    metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with_rng = with_rng and _same_layout(args, common["args"])
+    template = _state_dict(trainer, metadata, loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
+    trainer.distributed.agree(lambda: _check_tensors(template, path))
+    state = _load_or_refuse(trainer, template, path)
+    for name, chunk in _chunks(trainer):
+        chunk.load_state_dict(state[name])
+    if with_optimizer:
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.scheduler.load_state_dict(state["opt_param_scheduler"])
+    else:
+        trainer.optimizer.reload_model_params()
+    if with_rng:
+        _set_rng_state(state["rng_state"][0])
+    if not args.finetune:
+        trainer.iteration = int(state["iteration"])
+        trainer.consumed_samples = int(state["args"].consumed_train_samples)
+    torch.distributed.barrier()
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """Return the iteration that the tracker names, or None where there is no tracker.
+
+    Raises:
+        UsageError: the tracker holds something else.
+    """
+    tracker = Path(folder) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if not text.isdigit():
+        raise UsageError(f"{tracker} holds {text!r} instead of an iteration")
+    return int(text)
+
+
+def _iteration_folder(folder: str | Path, iteration: int) -> Path:
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def _content_metadata(args: argparse.Namespace) -> dict[str, object]:
+    """How the sharded state dicts are laid out; megatron-core keeps it in the checkpoint and needs it again to load."""
+    metadata: dict[str, object] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if args.use_distributed_optimizer:
+        reshardable = "fully_reshardable" if args.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
+        metadata["distrib_optim_sharding_type"] = reshardable
+        if args.dist_ckpt_optim_fully_reshardable:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def _chunks(trainer: "Trainer") -> list[tuple[str, DistributedDataParallel]]:
+    if len(trainer.model) == 1:
+        return [("model", trainer.model[0])]
+    return [(f"model{index}", chunk) for index, chunk in enumerate(trainer.model)]
+
+
+def _state_dict(
+    trainer: "Trainer",
+    metadata: dict[str, object],
+    *,
+    loading: bool,
+    with_optimizer: bool | None = None,
+    with_rng: bool | None = None,
+) -> dict[str, Any]:
+    args = trainer.args
+    with_optimizer = not args.no_save_optim if with_optimizer is None else with_optimizer
+    with_rng = not args.no_save_rng if with_rng is None else with_rng
+    state: dict[str, Any] = {}
+    if not loading:
+        saved = argparse.Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
+        saved.consumed_train_samples, saved.consumed_valid_samples = trainer.consumed_samples, 0
+        saved.skipped_train_samples = 0
+        state.update(args=saved, checkpoint_version=_VERSION, iteration=trainer.iteration)
+    for name, chunk in _chunks(trainer):
+        state[name] = _unwrapped(chunk).sharded_state_dict(metadata=metadata)
+    if with_optimizer:
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+        state["opt_param_scheduler"] = trainer.scheduler.state_dict()
+    if with_rng:
+        state["rng_state"] = _rng_state()
+    return state
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `torch.load` accepts the value without unpickling code."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _unwrapped(chunk: MegatronModule) -> MegatronModule:
+    """The module inside wrappers, as Megatron-LM saves it."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _rng_state() -> ShardedObject:
+    """The random numbers of this rank: a shard a pipeline stage and, with expert parallelism, a data-parallel rank."""
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    place = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return ShardedObject("rng_state", [state], (*shape, data_size), (*place, data_rank), replica_id=0)
+    return ShardedObject("rng_state", [state], shape, place, replica_id=data_rank)
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _read_common(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise UsageError(f"the checkpoint {path} does not exist")
+    try:
+        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
+    except (CheckpointingException, OSError, RuntimeError, EOFError) as error:
+        raise UsageError(f"the checkpoint {path} cannot be read: {error}") from error
+    if "args" not in common or "iteration" not in common:
+        raise UsageError(f"the checkpoint {path} is incomplete: it names no arguments or no iteration")
+    return common
+
+
+def _check_shape(args: argparse.Namespace, common: dict[str, Any], path: Path, *, with_optimizer: bool) -> None:
+    saved = common["args"]
+    missing = object()
+    different = [
+        f"{name} {getattr(saved, name)} (here {getattr(args, name)})"
+        for name in _SHAPE
+        if getattr(saved, name, missing) not in (missing, getattr(args, name))
+    ]
+    if different:
+        raise UsageError(
+            f"the checkpoint {path} is of another shape: {', '.join(different)}. Use its settings, or another --load"
+        )
+    if not with_optimizer:
+        return
+    remedy = "use its settings, or load the weights alone with --no-load-optim"
+    for name in ("use_distributed_optimizer", "optimizer", "bf16"):
+        if getattr(saved, name, getattr(args, name)) != getattr(args, name):
+            raise UsageError(f"the checkpoint {path} was saved with {name}={getattr(saved, name)}: {remedy}")
+    if getattr(saved, "no_save_optim", False):
+        raise UsageError(f"the checkpoint {path} was saved with --no-save-optim: load it with --no-load-optim")
+    layouts = ["expert_model_parallel_size"]
+    if args.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False):
+        layouts += ["pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
+    for name in layouts:
+        if getattr(saved, name, getattr(args, name)) != getattr(args, name):
+            raise UsageError(
+                f"the optimizer state of the checkpoint {path} was saved at {name}={getattr(saved, name)}, "
+                f"here it is {getattr(args, name)}, and stock cannot convert it: {remedy}"
+            )
+
+
+def _check_tensors(template: dict[str, Any], path: Path) -> None:
+    """Compare the shapes of all tensors wanted with those stored, so that nothing is loaded in part."""
+    stored = dist_checkpointing.load_tensors_metadata(str(path))
+    wanted: dict[str, ShardedTensor] = {}
+    _collect_tensors(template, wanted)
+    for key, tensor in wanted.items():
+        if key not in stored:
+            raise UsageError(f"the checkpoint {path} has no tensor {key}: it is of another shape or layout")
+        if tuple(stored[key].global_shape) != tuple(tensor.global_shape):
+            raise UsageError(
+                f"the checkpoint {path} is of another shape: {key} is {tuple(stored[key].global_shape)}, "
+                f"here {tuple(tensor.global_shape)}"
+            )
+
+
+def _collect_tensors(value: object, found: dict[str, ShardedTensor]) -> None:
+    if isinstance(value, ShardedTensor):
+        found[value.key] = value
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect_tensors(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect_tensors(item, found)
+
+
+def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
+    """Random numbers belong to ranks: they continue only where the ranks are laid out as they were."""
+    names = (
+        "world_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    )
+    return not getattr(saved, "no_save_rng", False) and all(
+        getattr(saved, name, None) == getattr(args, name) for name in names
+    )
+
+
+def _load_or_refuse(trainer: "Trainer", template: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(template, str(path))
+    except (CheckpointingException, KeyError, RuntimeError, OSError, EOFError) as error:
+        raise UsageError(f"the checkpoint {path} does not load here: {type(error).__name__}: {error}") from error
+    return state
+
+
+class InProcessSave(TorchDistSaveShardedStrategy):
+    """Stock's `torch_dist` writer, in this process.
+
+    Stock forks a writer process and starts a manager process to collect its results. Both serve asynchronous saves;
+    here they would copy a process full of threads and import the main script again.
+    """
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
+        results: queue.Queue[Any] = queue.Queue()
+        found, filesystem_async._results_queue = filesystem_async._results_queue, results
+        try:
+            request = super().async_save(sharded_state_dict, checkpoint_dir)
+        finally:
+            filesystem_async._results_queue = found
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        transforms = request.async_fn.args[0]
+        return request._replace(async_fn=partial(_write_here, transforms))
+
+
+def _write_here(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
+    """Write each bucket into its file and put {bucket: results} or the first exception into `results`, as stock."""
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        outcomes: queue.Queue[Any] = queue.Queue()
+        pending: queue.Queue[Any] = queue.Queue()
+        pending.put(index)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms,
+            local_proc_idx=index,
+            write_bucket=bucket,
+            results_queue=outcomes,
+            count_queue=pending,
+            use_fsync=True,
+        )
+        _, outcome = outcomes.get_nowait()
+        if isinstance(outcome, Exception):
+            results.put(outcome)
+            return
+        written[index] = outcome
+    results.put(written)

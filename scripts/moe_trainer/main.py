@@ -1,0 +1,51 @@
+"""The command line: parse, train, and end every rank with the same status."""
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+
+from .errors import UsageError
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 2 for a mistake in the settings, 130 when interrupted.
+
+    A mistake is printed once, by rank 0. Any other error is printed by the rank it struck, and ends the process at once
+    with status 1: a normal exit would wait for messages that other ranks no longer send.
+    """
+    first = os.environ.get("RANK", "0") == "0"
+    _quieten(first)
+    try:
+        from .arguments import parse_args
+
+        args = parse_args(argv)
+        from .distributed import leave
+        from .loop import train
+
+        train(args)
+        leave()
+    except UsageError as error:
+        if first:
+            print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
+        return MISUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILED)
+    return 0
+
+
+def _quieten(first: bool) -> None:
+    """Leave out what stock says on every start about packages that are not needed here."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+    if not first:
+        warnings.simplefilter("ignore")

@@ -1,0 +1,173 @@
+"""What a run writes down: JSON lines, TensorBoard, and what a person sees while it runs. Rank 0 only."""
+
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+Record = Mapping[str, object]
+
+
+class Sink(Protocol):
+    """Takes the records of a run one by one; each has an `event`."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+        ...
+
+    def close(self) -> None:
+        """Finish; nothing is written after it."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line, in the file as soon as it is written. Non-finite numbers become strings ("nan")."""
+
+    def __init__(self, path: str | Path, *, append: bool = False) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finite(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoard:
+    """Every number of the step and validation records as a scalar over iterations."""
+
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder)
+
+    def write(self, record: Record) -> None:
+        if record["event"] not in ("step", "validation"):
+            return
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "iteration":
+                self._writer.add_scalar(f"{record['event']}/{name}", value, record["iteration"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class PlainLines:
+    """A line every `interval` steps, for logs."""
+
+    def __init__(self, *, interval: int, last: int) -> None:
+        self._interval, self._last = interval, last
+
+    def write(self, record: Record) -> None:
+        if record["event"] == "step":
+            iteration = record["iteration"]
+            assert isinstance(iteration, int)
+            if iteration % self._interval and iteration != self._last:
+                return
+        print(describe(record, self._last), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class ProgressBar:
+    """A bar with loss and speed on a terminal; other records are lines above it."""
+
+    def __init__(self, *, first: int, last: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._last = last
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]} | {task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("train", total=last, completed=first, loss="-", speed="-")
+        self._progress.start()
+
+    def write(self, record: Record) -> None:
+        if record["event"] != "step":
+            self._progress.console.print(describe(record, self._last), markup=False, highlight=False)
+            return
+        self._progress.update(
+            self._task,
+            completed=_number(record, "iteration"),
+            loss=f"{_number(record, 'loss'):.4f}",
+            speed=f"{_number(record, 'tokens_per_second'):,.0f}",
+        )
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _number(record: Record, name: str) -> float:
+    value = record[name]
+    assert isinstance(value, (int, float))
+    return float(value)
+
+
+def describe(record: Record, last: int) -> str:
+    """Return the line that a person reads for a record."""
+    event = record["event"]
+    if event == "step":
+        parts = [f"iteration {record['iteration']}/{last}", f"loss {_number(record, 'loss'):.6f}"]
+        parts += [f"{name} {record[name]:.4g}" for name in ("grad_norm", "lr") if record.get(name) is not None]
+        parts += [f"{_number(record, 'step_seconds'):.3f} s", f"{_number(record, 'tokens_per_second'):,.0f} tokens/s"]
+        return " | ".join(parts) + (" | skipped" if record.get("skipped") else "")
+    return " | ".join(
+        [str(event), *(f"{name} {value}" for name, value in record.items() if name not in ("event", "argv"))]
+    )
+
+
+class Metrics:
+    """Hands each record to every sink; on ranks other than 0 there are none."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, **record: object) -> None:
+        """Write one record."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close every sink."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def wants_progress_bar() -> bool:
+    """Whether a person is looking: standard output is a terminal that can redraw a line."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+def peak_resident_bytes() -> int:
+    """Return the most resident memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,395 @@
+"""The trainer: one model, its optimizer, its data and its place in the run.
+
+The steps of a training iteration can be called apart (`forward_backward`, `optimizer_step`), so that two trainers can
+be compared inside a step. What a trainer made is gone after `close()`; another one may follow in the same process.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.utils import get_attr_wrapped_model
+
+from . import checkpointing
+from .corpus import Samples, ShuffledOrder, micro_batch_positions, read_corpus, split_corpus
+from .distributed import Distributed
+from .errors import UsageError
+from .model import build_model, transformer_config
+from .norms import parameter_norm
+from .optimizer import build_optimizer, build_scheduler
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank, each [micro batch size, sequence length]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OptimizerResult:
+    """What the optimizer said about one step. The same on every rank."""
+
+    successful: bool
+    grad_norm: float | None
+    num_zeros: float | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training iteration. Loss and norms are of the whole batch and model, the same on every rank."""
+
+    iteration: int
+    """Counted from 1."""
+    loss: float
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    learning_rate: float
+    """The one this step was made with."""
+    skipped: bool
+    step_seconds: float
+    tokens: int
+    """In the whole batch."""
+
+
+class Trainer:
+    """Builds and trains what `args` (from `parse_args`) describe. Every method is a collective of all ranks.
+
+    Attributes:
+        args: the checked arguments.
+        config: stock's `TransformerConfig`.
+        model: this rank's chunks, each in its data-parallel wrapper.
+        optimizer, scheduler: stock's.
+        iteration: completed iterations of the run.
+        consumed_samples: training samples of all ranks so far; with the seed it says which come next.
+
+    Raises:
+        UsageError: data, checkpoint or settings do not fit; the same error on every rank.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import megatron_ext
+
+        self.args = args
+        self.iteration = 0
+        self.consumed_samples = 0
+        self._param_sync_paused = False
+        if not args.cuda:
+            from megatron_ext import cpu
+
+            cpu.enable()
+        self.distributed = Distributed(args)
+        try:
+            self.distributed.agree(self._read_data)
+            self.config = transformer_config(args)
+            if args.megascale:
+                megatron_ext.enable_from_args(args)
+            self.model: list[DistributedDataParallel] = build_model(args, self.config, self.distributed.device)
+            self.optimizer = build_optimizer(args, self.model)
+            self.scheduler = build_scheduler(args, self.optimizer)
+            self._connect()
+            if args.load is not None:
+                self.load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_data(self) -> None:
+        args = self.args
+        validate = args.eval_interval is not None and args.eval_iters > 0
+        train, valid = split_corpus(
+            read_corpus(args.data_path), args.split, sequence_length=args.seq_length, validate=validate
+        )
+        self.train_samples, self.valid_samples = train, valid
+        self._order = ShuffledOrder(len(train), args.seed)
+
+    def _connect(self) -> None:
+        """Tell the schedules how to scale, synchronise and finish gradients, as stock's training loop does."""
+        args, config, model = self.args, self.config, self.model
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+
+        def of_chunks(name: str) -> object:
+            functions = [getattr(chunk, name) for chunk in model]
+            return functions[0] if len(functions) == 1 else functions
+
+        if args.overlap_grad_reduce:
+            config.no_sync_func = of_chunks("no_sync")
+            config.grad_sync_func = of_chunks("start_grad_sync")
+        if args.overlap_param_gather:
+            if args.virtual_pipeline_model_parallel_size is not None:
+                config.param_sync_func = of_chunks("start_param_sync")
+            # As stock: the first step gathers nothing, so that a broken start does not spread.
+            self._pause_param_sync(synchronise=False)
+        for chunk in model:
+            chunk.train()
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.distributed.rank == 0
+
+    # --- one iteration ----------------------------------------------------------------------------
+
+    def train_step(self) -> StepResult:
+        """Make one training iteration."""
+        start = time.perf_counter()
+        learning_rate = self.learning_rate
+        loss = self.forward_backward()
+        result = self.optimizer_step()
+        norm = parameter_norm(self.model) if self.args.log_params_norm else None
+        if self.args.cuda:
+            torch.cuda.synchronize()
+        return StepResult(
+            iteration=self.iteration,
+            loss=loss,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+            params_norm=norm,
+            learning_rate=learning_rate,
+            skipped=not result.successful,
+            step_seconds=time.perf_counter() - start,
+            tokens=self.args.global_batch_size * self.args.seq_length,
+        )
+
+    def forward_backward(self) -> float:
+        """Clear gradients, run every micro-batch of the next batch forwards and backwards, and reduce the gradients.
+
+        Returns:
+            The batch's mean loss a token, the same on every rank. Consumes no samples: called again, it takes the same.
+        """
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._run(self._training_batches(), micro_batches=self.args.num_microbatches, forward_only=False)
+
+    def optimizer_step(self) -> OptimizerResult:
+        """Clip, step, advance schedule, iteration and data."""
+        successful, grad_norm, num_zeros = self.optimizer.step()
+        successful, grad_norm, num_zeros = self._agree_on_step(successful, grad_norm, num_zeros)
+        self.consumed_samples += self.args.global_batch_size
+        self.iteration += 1
+        if successful:
+            self.scheduler.step(increment=self.args.global_batch_size)
+        if self._param_sync_paused:
+            self._resume_param_sync()
+        return OptimizerResult(successful, grad_norm, num_zeros)
+
+    def _agree_on_step(
+        self, successful: bool, grad_norm: float | None, num_zeros: float | None
+    ) -> tuple[bool, float | None, float | None]:
+        """As stock: a stage without trainable parameters learns what the others found."""
+        missing = -1.0
+        values = torch.tensor(
+            [
+                -float(successful),
+                missing if grad_norm is None else float(grad_norm),
+                missing if num_zeros is None else float(num_zeros),
+            ],
+            dtype=torch.float64,
+            device=self.distributed.device,
+        )
+        torch.distributed.all_reduce(
+            values, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_model_parallel_group()
+        )
+        failed, norm, zeros = values.tolist()
+        return failed == -1.0, None if norm == missing else norm, None if zeros == missing else zeros
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the optimizer's default groups."""
+        rates = [group["lr"] for group in self.optimizer.param_groups if group.get("default_config", True)]
+        return float(rates[0])
+
+    # --- validation -------------------------------------------------------------------------------
+
+    def evaluate(self, iterations: int | None = None) -> float:
+        """Return the mean loss a token over the first `iterations` (default `--eval-iters`) validation batches.
+
+        Every call sees the same samples, so that its results can be compared. Leaves the training data's position, the
+        random numbers and the experts' statistics alone.
+
+        Raises:
+            UsageError: no validation data (no `--eval-interval`).
+        """
+        if self.valid_samples is None:
+            raise UsageError("there is no validation data: give --eval-interval and a --split with a validation part")
+        iterations = self.args.eval_iters if iterations is None else iterations
+        if self.args.overlap_param_gather and not self._param_sync_paused:
+            self._pause_param_sync(synchronise=True)
+            resume = True
+        else:
+            resume = False
+        for chunk in self.model:
+            chunk.eval()
+        try:
+            with torch.no_grad():
+                losses = [
+                    self._run(
+                        self._validation_batches(index), micro_batches=self.args.num_microbatches, forward_only=True
+                    )
+                    for index in range(iterations)
+                ]
+        finally:
+            for chunk in self.model:
+                chunk.train()
+        if resume:
+            self._resume_param_sync()
+        return sum(losses) / len(losses)
+
+    def _pause_param_sync(self, *, synchronise: bool) -> None:
+        for chunk in self.model:
+            chunk.disable_forward_pre_hook(param_sync=synchronise)
+        self._param_sync_func, self.config.param_sync_func = self.config.param_sync_func, None
+        self._param_sync_paused = True
+
+    def _resume_param_sync(self) -> None:
+        for chunk in self.model:
+            chunk.enable_forward_pre_hook()
+        self.config.param_sync_func = self._param_sync_func
+        self._param_sync_paused = False
+
+    # --- forwards and backwards -------------------------------------------------------------------
+
+    def _run(self, batches: Callable[[], Iterator[Batch]], *, micro_batches: int, forward_only: bool) -> float:
+        args = self.args
+        reports = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            # Each virtual stage reads the same batches on its own.
+            data_iterator=[batches() for _ in self.model] if len(self.model) > 1 else batches(),
+            model=self.model,
+            num_microbatches=micro_batches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            decoder_seq_length=args.seq_length,
+            forward_only=forward_only,
+        )
+        return self._mean_loss(reports)
+
+    def _forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], object]]:
+        batch = next(data_iterator)
+        stage = get_attr_wrapped_model(model, "vp_stage")
+        where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
+        labels = batch.labels if parallel_state.is_pipeline_last_stage(**where) else None
+        output = model(batch.tokens, batch.position_ids, self._attention_mask(), labels=labels)
+        return output, partial(self._loss, batch.loss_mask)
+
+    def _loss(
+        self, loss_mask: torch.Tensor, losses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Sum the losses [b, L] of a micro-batch; the schedule divides by the tokens, of the micro-batch or of all."""
+        mask = loss_mask.reshape(-1).float()
+        loss = torch.sum(losses.view(-1).float() * mask)
+        tokens = mask.sum().detach().clone().to(torch.int)
+        if self.args.check_for_nan_in_loss_and_grad:
+            check = get_rerun_state_machine().validate_result
+            for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+                check(result=loss, rejection_func=reject, message=f"found {name} in local forward loss calculation")
+        report = torch.cat([loss.detach().clone().view(1), tokens.float().view(1)])
+        return loss, tokens, {"lm loss": report}
+
+    def _mean_loss(self, reports: list[dict[str, torch.Tensor]]) -> float:
+        """Average over micro-batches and data-parallel ranks, and tell every pipeline stage."""
+        total = torch.zeros(2, dtype=torch.float32, device=self.distributed.device)
+        if reports:
+            total = torch.vstack([report["lm loss"] for report in reports]).sum(dim=0)
+            torch.distributed.all_reduce(
+                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            torch.distributed.broadcast(
+                total,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return float(total[0] / total[1])
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def _training_batches(self) -> Callable[[], Iterator[Batch]]:
+        order, consumed = self._order, self.consumed_samples
+        return lambda: self._batches(self.train_samples, lambda position: order[position], consumed)
+
+    def _validation_batches(self, index: int) -> Callable[[], Iterator[Batch]]:
+        samples = self.valid_samples
+        assert samples is not None
+        first = index * self.args.global_batch_size
+        return lambda: self._batches(samples, lambda position: position % len(samples), first)
+
+    def _batches(self, samples: Samples, window: Callable[[int], int], consumed: int) -> Iterator[Batch]:
+        for micro_batch in range(self.args.num_microbatches):
+            positions = micro_batch_positions(
+                consumed=consumed,
+                micro_batch=micro_batch,
+                micro_batch_size=self.args.micro_batch_size,
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=self.args.data_parallel_size,
+            )
+            windows = torch.from_numpy(samples.windows([window(position) for position in positions]))
+            windows = windows.to(self.distributed.device)
+            length = self.args.seq_length
+            yield Batch(
+                tokens=windows[:, :-1].contiguous(),
+                labels=windows[:, 1:].contiguous(),
+                loss_mask=torch.ones(windows.shape[0], length, device=windows.device),
+                position_ids=torch.arange(length, device=windows.device).expand(windows.shape[0], length),
+            )
+
+    def _attention_mask(self) -> torch.Tensor | None:
+        """[1, 1, L, L], True where a query may not look; Transformer Engine makes its own."""
+        if self.args.transformer_impl == "transformer_engine":
+            return None
+        if not hasattr(self, "_causal_mask"):
+            length = self.args.seq_length
+            ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.distributed.device)
+            self._causal_mask = torch.triu(ones, diagonal=1)
+        return self._causal_mask
+
+    # --- checkpoints, end -------------------------------------------------------------------------
+
+    def save(self) -> str:
+        """Write a checkpoint of this iteration under `--save`. Returns its folder."""
+        if self.args.save is None:
+            raise UsageError("there is nowhere to save: give --save FOLDER")
+        paused = self.args.overlap_param_gather and not self._param_sync_paused
+        if paused:
+            self._pause_param_sync(synchronise=True)
+        folder = checkpointing.save(self, self.args.save)
+        if paused:
+            self._resume_param_sync()
+        return folder
+
+    def load(self) -> None:
+        """Continue from the checkpoint under `--load`, if there is one. Raises UsageError if it is of another shape."""
+        if self.args.load is None:
+            raise UsageError("there is nothing to load: give --load FOLDER")
+        checkpointing.load(self, self.args.load)
+
+    def close(self) -> None:
+        """Take down what this trainer made: model, optimizer and process groups. CPU patches stay in force."""
+        for name in ("model", "optimizer", "scheduler", "train_samples", "valid_samples", "_order"):
+            self.__dict__.pop(name, None)
+        get_moe_layer_wise_logging_tracker().clear()
+        if hasattr(self, "distributed"):
+            self.distributed.close()
+            del self.distributed
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
