@@ -140,6 +140,11 @@ class Pool:
             self._folder = None
 
     @property
+    def folder(self) -> Path | None:
+        """What the ranks now alive meet in; goes when they go."""
+        return self._folder
+
+    @property
     def process_ids(self) -> list[int]:
         """Of the ranks now alive, by rank; empty before the first run."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import threading
 import traceback
@@ -47,7 +48,7 @@ def stack_path(folder: str, rank: int) -> Path:
 
 def main(connection: Connection, rank: int, world: int, folder: str) -> None:
     """Serve jobs until the other end of ``connection`` closes."""
-    threading.Thread(target=_end_with_session, daemon=True).start()
+    threading.Thread(target=_end_with_session, args=(folder,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session, which stops the pool
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing here listens beyond this machine
@@ -66,11 +67,12 @@ def main(connection: Connection, rank: int, world: int, folder: str) -> None:
             connection.send_bytes(message)
 
 
-def _end_with_session() -> None:
+def _end_with_session(folder: str) -> None:
     """Wait until the test session is gone. A rank that is stuck in a collective does not see its pipe close."""
     session = multiprocessing.parent_process()
     assert session is not None
     session.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -16,14 +16,14 @@ from tests.distributed.pool import Pool, Pools, RanksDied, RanksRaised, RanksSil
 
 ROOT = Path(__file__).parents[2]
 
-# A test session whose ranks hang; it prints their process ids when they do.
+# A test session whose ranks hang; before, it prints their folder and process ids.
 STUCK_SESSION = """
 import sys
 from tests.distributed.pool import Pool
 from tests.distributed.test_pool import describe, never_return_on
 pool = Pool(2)
 pool.run(describe)
-print(*pool.process_ids, flush=True)
+print(pool.folder, *pool.process_ids, flush=True)
 pool.run(never_return_on, stuck=1)
 """
 
@@ -176,17 +176,20 @@ def test_silent_ranks_are_named_with_where_they_stand_and_ended(pool):
     assert pool.run(gather_ranks, offset=4) == [[4, 5, 6]] * 3
 
 
-def test_ranks_end_with_a_session_that_is_killed():
+def test_ranks_end_with_a_session_that_is_killed_and_leave_nothing():
     session = subprocess.Popen([sys.executable, "-c", STUCK_SESSION], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert session.stdout is not None
-    watched = [os.pidfd_open(int(number)) for number in session.stdout.readline().split()]
+    folder, *numbers = session.stdout.readline().split()
+    watched = [os.pidfd_open(int(number)) for number in numbers]
     assert len(watched) == 2
+    assert Path(folder).is_dir()
     session.kill()
     session.wait(timeout=30)
     for rank in watched:
         ended, _, _ = select.select([rank], [], [], 30)
         assert ended, "a rank outlived the session"
         os.close(rank)
+    assert not Path(folder).exists()
 
 
 def test_functions_that_ranks_cannot_import_are_refused():
