@@ -2,15 +2,17 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.activation import Activation, Kind
 from megascale_omni.experts.workspace import Workspace
 
-KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 UNGATED = [Activation(kind, gated=False) for kind in KINDS]
 GATED = [
     Activation(kind, gated=True, clamp=clamp, offset=offset)
@@ -29,7 +31,7 @@ def label(value) -> str:
 
 def stock(h: torch.Tensor, activation: Activation, probs: torch.Tensor | None = None) -> torch.Tensor:
     """The expression, one torch operator after the other."""
-    functions = {
+    functions: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
