@@ -1,0 +1,106 @@
+"""Train the same MoE with stock Megatron-Core and with --megascale, and compare speed, memory, traffic and losses.
+
+    python scripts/compare_with_stock.py --preset coarse --json out/coarse.json
+    python scripts/compare_with_stock.py --preset fine --ranks 2 -- --moe-token-dispatcher-type allgather
+
+Each run has processes of its own; they take turns, block after block of steps, so that what else the machine does hits
+both alike. Times are medians. What follows `--` goes to the trainer (see `pretrain_moe.py --help`) in both runs.
+
+[Note: the JSON]
+    environment                       packages, processor, memory, date, threads a rank
+    preset                            name of the configuration
+    runs[]                            one a side
+        name                          "stock" or "megascale"
+        step_seconds_median           over all measured steps
+        tokens_per_second             tokens of a step / step_seconds_median
+        peak_rss_bytes                the kernel's VmHWM of every rank's process at its end, summed over ranks
+        expert_state_resident_peak_bytes   weights, gradients, fp32 main weights, moments of routed experts, all ranks
+        page_faults, bytes_read, bytes_written   of paging between tiers; 0 for stock, which has none
+        collective_bytes              sent to other ranks a step, all ranks (counted as comparison/collectives.py says)
+        losses, grad_norms            of every step, warm-up included
+        validation_loss               at the end; null without --validate
+        experts, dispatcher, optimizer   the classes that ran
+        parameters, measured_steps, memory_over_time   [[seconds, bytes], ...], summed over ranks
+    ratios                            speed: stock's step time / megascale's, the median over blocks; above 1 is faster
+                                      peak_rss, expert_state: megascale / stock; below 1 is smaller
+    max_relative_loss_difference, max_relative_grad_norm_difference   over all steps
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from scripts.comparison.presets import PRESETS, preset_flags
+from scripts.comparison.report import print_comparison
+from scripts.comparison.runner import Plan, compare, default_threads
+from scripts.measuring.corpus import standard_library_corpus
+from scripts.measuring.processes import WorkersFailed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, trainer = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    args = _parser().parse_args(own)
+    try:
+        with ExitStack() as stack:
+            data_path = args.data_path or standard_library_corpus(
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megascale-corpus-")))
+            )
+            comparison = compare(_plan(args, data_path, trainer))
+            print_comparison(comparison)
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(comparison.as_json(), indent=1) + "\n")
+            if args.picture:
+                from scripts.comparison.pictures import draw
+
+                draw(comparison, args.picture)
+    except WorkersFailed as error:
+        print(f"compare_with_stock.py: {error.user_error or error}", file=sys.stderr)
+        return 1
+    except (ImportError, OSError, ValueError) as error:
+        print(f"compare_with_stock.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog="-- FLAGS: of the trainer")
+    parser.add_argument("--preset", choices=PRESETS, default="coarse")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each run (default 20)")
+    parser.add_argument("--repeats", type=int, default=5, help="blocks that the steps are divided into (default 5)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before measuring (default 3)")
+    parser.add_argument("--threads", type=int, help="threads a rank (default: the cores, divided by ranks)")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument(
+        "--data-path", type=Path, help="a text file or folder (default: the standard library's sources)"
+    )
+    parser.add_argument("--validate", action="store_true", help="compare the validation loss at the end, too")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="PNG")
+    return parser
+
+
+def _plan(args: argparse.Namespace, data_path: Path, trainer_flags: Sequence[str]) -> Plan:
+    flags = preset_flags(
+        args.preset, data_path=data_path.resolve(), train_iters=args.warmup + args.steps, bf16=args.bf16
+    )
+    if args.ranks > 1 and "--expert-model-parallel-size" not in trainer_flags:
+        flags = (*flags, "--expert-model-parallel-size", str(args.ranks))
+    return Plan(
+        preset=args.preset,
+        flags=(*flags, *trainer_flags),
+        megascale_flags=(),
+        ranks=args.ranks,
+        threads=args.threads or default_threads(args.ranks),
+        warmup=args.warmup,
+        steps=args.steps,
+        repeats=min(args.repeats, args.steps),
+        validate=args.validate,
+    )

@@ -1,0 +1,81 @@
+"""A comparison as a picture: both losses over each other, memory over time, and what it comes to."""
+
+from pathlib import Path
+
+from scripts.comparison.result import MEGASCALE, STOCK, Comparison, Run
+from scripts.measuring.units import plain_bytes
+
+_COLOURS = {STOCK: "#7f7f7f", MEGASCALE: "#d1495b"}
+_GIB = 2.0**30
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Write the picture as PNG. Raises ImportError that names the extra where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("the picture needs matplotlib: install the extra 'dev' of this project") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = [comparison.run(STOCK), comparison.run(MEGASCALE)]
+    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (loss, memory, bars) = pyplot.subplots(
+            1, 3, figsize=(15, 4.8), gridspec_kw={"width_ratios": [5, 5, 3]}, layout="constrained"
+        )
+        _draw_losses(loss, runs, comparison.loss_difference)
+        _draw_memory(memory, runs)
+        _draw_speed(bars, runs, comparison.speed.median)
+        figure.suptitle(f"The same model, {comparison.preset}: stock Megatron-Core and --megascale", weight="bold")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+
+def _draw_losses(axes, runs: list[Run], difference: float) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    stock, ours = runs
+    for run, width, style in ((stock, 5.0, "-"), (ours, 1.4, "-")):
+        losses = [step.loss for step in run.steps]
+        axes.plot(range(1, len(losses) + 1), losses, style, color=_COLOURS[run.name], linewidth=width, label=run.name)
+        if run.validation_loss is not None:
+            size = 13 if run is stock else 6
+            axes.plot(len(losses), run.validation_loss, "D", color=_COLOURS[run.name], markersize=size, clip_on=False)
+    if stock.validation_loss is not None:
+        axes.annotate(
+            f"validation {stock.validation_loss:.3f}",
+            (len(stock.steps), stock.validation_loss),
+            xytext=(-10, 14),
+            textcoords="offset points",
+            ha="right",
+        )
+    axes.set(title=f"Loss: largest difference {difference:.1e}", xlabel="step", ylabel="training loss (nats a byte)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+
+
+def _draw_memory(axes, runs: list[Run]) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    for run in runs:
+        label = f"{run.name}: peak {plain_bytes(run.total('peak_rss_bytes'))}"
+        times = [sample.seconds for sample in run.memory]
+        axes.plot(
+            times,
+            [sample.resident_bytes / _GIB for sample in run.memory],
+            color=_COLOURS[run.name],
+            linewidth=1.8,
+            label=label,
+        )
+    axes.set(title="Resident memory while training", xlabel="seconds of training", ylabel="GiB")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_speed(axes, runs: list[Run], speed: float) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    bars = axes.bar(
+        [run.name for run in runs],
+        [run.tokens_per_second for run in runs],
+        color=[_COLOURS[run.name] for run in runs],
+        width=0.6,
+    )
+    axes.bar_label(bars, labels=[f"{run.tokens_per_second:,.0f}" for run in runs], padding=3)
+    axes.set(title=f"Speed: {speed:.2f} x stock", ylabel="tokens a second")

@@ -1,0 +1,37 @@
+"""On what a measurement was made: printed beside every number."""
+
+import os
+from datetime import UTC, datetime
+
+from megascale_omni.cli.env import environment
+
+Environment = dict[str, object]
+
+
+def measured_environment(*, threads: int | None = None) -> Environment:
+    """`megascale env` with the date, the load of the machine at the start, and the threads a process computes with."""
+    found: Environment = dict(environment())
+    found["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+    found["load_average"] = round(os.getloadavg()[0], 2)
+    if threads is not None:
+        found["threads"] = threads
+    return found
+
+
+def describe(found: Environment) -> str:
+    """The environment in one line."""
+    cpu, packages = found["cpu"], found["packages"]
+    assert isinstance(cpu, dict)
+    assert isinstance(packages, dict)
+    gpus = found["gpus"]
+    assert isinstance(gpus, list)
+    parts = [
+        f"{cpu['model']}, {cpu['cores']} cores",
+        *(str(gpu["name"]) for gpu in gpus),
+        *(f"{name} {packages[name]}" for name in ("torch", "megatron-core") if packages[name]),
+        f"Python {found['python']}",
+        *([f"{found['threads']} threads"] if "threads" in found else []),
+        f"load {found['load_average']}",
+        str(found["date"]),
+    ]
+    return " | ".join(parts)
