@@ -133,12 +133,11 @@ class MegaScaleExperts(PagedExperts):
     # -- what stock asks about parameters
     # -------------------------------------------------------------------------------
 
-    def stand_ins(self, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    def stand_ins(self, tensors: Mapping[str, torch.Tensor]) -> SequentialMLP:
         """A stock experts module whose parameters are ``tensors``, by name; nothing is copied."""
         shell = copy.copy(self._shell[0])
         shell._modules = dict(shell._modules)
-        template = shell.local_experts[0]
-        experts = [self._stand_in(template, expert, tensors) for expert in range(self.num_experts)]
+        experts = [self._stand_in(shell.local_experts[0], expert, tensors) for expert in range(self.num_experts)]
         shell._modules["local_experts"] = torch.nn.ModuleList(experts)
         shell.num_local_experts = self.num_experts
         return shell
@@ -147,10 +146,10 @@ class MegaScaleExperts(PagedExperts):
         mlp = copy.copy(template)
         mlp._modules = dict(mlp._modules)
         for child in ("linear_fc1", "linear_fc2"):
-            linear = copy.copy(mlp._modules[child])
-            assert linear is not None
+            stock = mlp.get_submodule(child)
+            linear = copy.copy(stock)
             linear._parameters = {}
-            for kind, old in mlp._modules[child]._parameters.items():  # type: ignore[union-attr]
+            for kind, old in stock._parameters.items():
                 if old is None:
                     linear._parameters[kind] = None
                     continue
@@ -206,7 +205,7 @@ def _stock_class(spec: ModuleSpec | type) -> type:
     return found
 
 
-def _emptied(shell: torch.nn.Module) -> torch.nn.Module:
+def _emptied(shell: SequentialMLP) -> SequentialMLP:
     """The shell with parameters on the meta device: shapes and attributes, no memory."""
     for module in shell.modules():
         for name, parameter in list(module._parameters.items()):

@@ -14,7 +14,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megascale_omni.experts.gradients import ExpertGradients
-from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
@@ -175,15 +174,17 @@ def build_optimizer(
     Raises:
         ValueError: an unsupported optimizer option, or no paged experts in the whole model (on every rank).
     """
-    if not all(isinstance(chunk, MegaScaleDDP) for chunk in model_chunks):
+    chunks = [chunk for chunk in model_chunks if isinstance(chunk, MegaScaleDDP)]
+    if len(chunks) < len(model_chunks):
         return stock(config, model_chunks, config_overrides, **options)
     support.check("optimizer", config)
-    _refuse_dense_model(model_chunks)
+    _refuse_dense_model(chunks)
     dense = stock(config, model_chunks, config_overrides, **options)
-    bindings, groups = _paged_groups(config, model_chunks, config_overrides)
-    shards, stats_group = PageShards(), _stats_group(dense, model_chunks)
+    bindings, groups = _paged_groups(config, chunks, config_overrides)
+    expert_parallel = chunks[0].config.expert_model_parallel_size > 1
+    shards, stats_group = PageShards(), _stats_group(dense, expert_parallel)
     if config.use_distributed_optimizer:
-        group = model_chunks[0].intra_expt_dp_group
+        group: dist.ProcessGroup = chunks[0].intra_expt_dp_group
         shards = PageShards(rank=group.rank(), size=group.size(), group=group)
     for experts in bindings:
         manager, pages = experts.manager, experts.pages
@@ -191,31 +192,25 @@ def build_optimizer(
             manager.set_plane_dtype(pages, Plane.MASTER, torch.float32)
         manager.set_plane_dtype(pages, Plane.MOMENT1, torch.float32)
         manager.set_plane_dtype(pages, Plane.MOMENT2, torch.float32)
-    adam = PagedAdam(bindings, groups=groups, arithmetic=_arithmetic(config, dense), shards=shards)
+    adam = PagedAdam(bindings.items(), groups=groups, arithmetic=_arithmetic(config, dense), shards=shards)
     for experts in bindings:
         experts.adam = adam
     paged = PagedOptimizer(adam, config, stats_group)
-    expert_parallel = any(g["is_expert_parallel"] for g in groups) or _expert_parallel(model_chunks)
     return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel)
 
 
-def _expert_parallel(model_chunks: Sequence[torch.nn.Module]) -> bool:
-    return bool(model_chunks[0].config.expert_model_parallel_size > 1)
-
-
-def _refuse_dense_model(model_chunks: Sequence[torch.nn.Module]) -> None:
-    count = torch.tensor([sum(len(chunk.paged_experts) for chunk in model_chunks)])
-    device = next(model_chunks[0].parameters()).device
-    count = count.to(device)
+def _refuse_dense_model(chunks: Sequence[MegaScaleDDP]) -> None:
+    device = next(chunks[0].parameters()).device
+    count = torch.tensor([sum(len(chunk.paged_experts) for chunk in chunks)], device=device)
     dist.all_reduce(count)
     if not count.item():
         raise ValueError("--megascale needs a mixture-of-experts model: no layer of this one has experts")
 
 
-def _stats_group(dense: ChainedOptimizer, model_chunks: Sequence[torch.nn.Module]) -> dist.ProcessGroup:
+def _stats_group(dense: ChainedOptimizer, expert_parallel: bool) -> dist.ProcessGroup:
     """Ranks whose experts' gradients make up the whole model's, each once: the group of stock's expert optimizer."""
     first = dense.chained_optimizers[0]
-    if isinstance(first, DistributedOptimizer) or not _expert_parallel(model_chunks):
+    if isinstance(first, DistributedOptimizer) or not expert_parallel:
         return first.get_grad_stats_parallel_group()
     from megatron.core import parallel_state
 
@@ -241,8 +236,8 @@ def _arithmetic(config: OptimizerConfig, dense: ChainedOptimizer) -> AdamArithme
 
 
 def _paged_groups(
-    config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module], overrides: dict[Any, Any] | None
-) -> tuple[dict[PagedExperts, GroupBinding], list[dict[str, Any]]]:
+    config: OptimizerConfig, model_chunks: Sequence[MegaScaleDDP], overrides: dict[Any, Any] | None
+) -> tuple[dict[MegaScaleExperts, GroupBinding], list[dict[str, Any]]]:
     """The groups stock would have put the experts' tensors into, and which of them each module's regions belong to."""
     experts = [module for chunk in model_chunks for module in chunk.paged_experts]
     stock_groups = _stock_groups(config, model_chunks, experts, overrides)
@@ -280,7 +275,7 @@ def _torch_defaults(config: OptimizerConfig) -> dict[str, Any]:
 
 def _stock_groups(
     config: OptimizerConfig,
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[MegaScaleDDP],
     experts: Sequence[MegaScaleExperts],
     overrides: dict[Any, Any] | None,
 ) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class PagedAdam:
 
     def __init__(
         self,
-        modules: Mapping[PagedExperts, GroupBinding],
+        modules: Iterable[tuple[PagedExperts, GroupBinding]],
         *,
         groups: list[dict[str, Any]],
         arithmetic: AdamArithmetic,
