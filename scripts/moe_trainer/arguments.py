@@ -61,6 +61,12 @@ def parse_args(argv: Sequence[str] | None = None, *, world_size: int | None = No
         raise UsageError(_unknown_flags(unknown, parser.flags()))
     args.argv = argv
     fill_in_and_check(args, world_size=_world_size() if world_size is None else world_size)
+    try:
+        megatron_ext.config_from_args(args)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
     return args
 
 

@@ -111,7 +111,7 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
         chunk.load_state_dict(state[name])
     if with_optimizer:
         trainer.optimizer.load_state_dict(state["optimizer"])
-        trainer.scheduler.load_state_dict(state["opt_param_scheduler"])
+        _load_schedule(trainer, state["opt_param_scheduler"])
     else:
         trainer.optimizer.reload_model_params()
     if with_rng:
@@ -120,6 +120,16 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
         trainer.iteration = int(state["iteration"])
         trainer.consumed_samples = int(state["args"].consumed_train_samples)
     torch.distributed.barrier()
+
+
+def _load_schedule(trainer: "Trainer", state: dict[str, Any]) -> None:
+    try:
+        trainer.scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise UsageError(
+            f"the checkpoint continues another schedule: {error}. Keep its settings with "
+            "--use-checkpoint-opt-param-scheduler, or take the new ones with --override-opt-param-scheduler"
+        ) from error
 
 
 def latest_iteration(folder: str | Path) -> int | None:

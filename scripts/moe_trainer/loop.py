@@ -121,7 +121,7 @@ def _start_record(trainer: Trainer) -> dict[str, object]:
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "data_parallel_size": args.data_parallel_size,
         "parameters": count_parameters(trainer.model),
-        "train_samples": len(trainer.train_samples),
+        "train_samples": len(trainer.data.train),
         "tokens_per_step": args.global_batch_size * args.seq_length,
         "iteration": trainer.iteration,
         "rss_bytes": resident_bytes(),

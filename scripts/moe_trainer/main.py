@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from .errors import UsageError
+from .errors import LocalUsageError, UsageError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
@@ -15,8 +15,8 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 2 for a mistake in the settings, 130 when interrupted.
 
-    A mistake is printed once, by rank 0. Any other error is printed by the rank it struck, and ends the process at once
-    with status 1: a normal exit would wait for messages that other ranks no longer send.
+    A mistake is printed once. Any other error is printed by the rank it struck, and ends the process at once with
+    status 1: a normal exit would wait for messages that other ranks no longer send.
     """
     first = os.environ.get("RANK", "0") == "0"
     _quieten(first)
@@ -29,9 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         train(args)
         leave()
+    except LocalUsageError as error:
+        _report_once(error)
+        sys.stderr.flush()
+        os._exit(MISUSED)
     except UsageError as error:
         if first:
-            print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
+            _report(error)
         return MISUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -41,6 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(FAILED)
     return 0
+
+
+def _report(error: UsageError) -> None:
+    print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
+
+
+def _report_once(error: LocalUsageError) -> None:
+    """Report unless another rank did; which one is first is settled by the ranks' store, without waiting for any."""
+    import torch
+
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store.add("moe_trainer/reported", 1) == 1:
+        _report(error)
 
 
 def _quieten(first: bool) -> None:

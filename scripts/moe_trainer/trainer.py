@@ -9,32 +9,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_attr_wrapped_model
 
+import megatron_ext
+from megatron_ext import cpu
+
 from . import checkpointing
-from .corpus import Samples, ShuffledOrder, micro_batch_positions, read_corpus, split_corpus
+from .batches import Batch, BatchSource
 from .distributed import Distributed
-from .errors import UsageError
+from .errors import LocalUsageError, UsageError
 from .model import build_model, transformer_config
 from .norms import parameter_norm
 from .optimizer import build_optimizer, build_scheduler
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one rank, each [micro batch size, sequence length]."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -80,40 +74,42 @@ class Trainer:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        import megatron_ext
-
         self.args = args
         self.iteration = 0
         self.consumed_samples = 0
         self._param_sync_paused = False
         if not args.cuda:
-            from megatron_ext import cpu
-
             cpu.enable()
         self.distributed = Distributed(args)
         try:
             self.distributed.agree(self._read_data)
             self.config = transformer_config(args)
-            if args.megascale:
-                megatron_ext.enable_from_args(args)
-            self.model: list[DistributedDataParallel] = build_model(args, self.config, self.distributed.device)
-            self.optimizer = build_optimizer(args, self.model)
-            self.scheduler = build_scheduler(args, self.optimizer)
+            self._build()
             self._connect()
             if args.load is not None:
                 self.load()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._close_after(error)
             raise
 
     def _read_data(self) -> None:
-        args = self.args
-        validate = args.eval_interval is not None and args.eval_iters > 0
-        train, valid = split_corpus(
-            read_corpus(args.data_path), args.split, sequence_length=args.seq_length, validate=validate
+        self.data = BatchSource(
+            self.args,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            device=self.distributed.device,
         )
-        self.train_samples, self.valid_samples = train, valid
-        self._order = ShuffledOrder(len(train), args.seed)
+
+    def _build(self) -> None:
+        """Build model, optimizer and schedule, by the plug-in's classes where it is asked for."""
+        try:
+            megatron_ext.enable_from_args(self.args)
+            self.model = build_model(self.args, self.config, self.distributed.device)
+            self.optimizer = build_optimizer(self.args, self.model)
+            self.scheduler = build_scheduler(self.args, self.optimizer)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise LocalUsageError(str(error)) from error
 
     def _connect(self) -> None:
         """Tell the schedules how to scale, synchronise and finish gradients, as stock's training loop does."""
@@ -170,10 +166,11 @@ class Trainer:
         Returns:
             The batch's mean loss a token, the same on every rank. Consumes no samples: called again, it takes the same.
         """
+        get_rerun_state_machine().current_iteration = self.iteration + 1  # stock's checks report it
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(self._training_batches(), micro_batches=self.args.num_microbatches, forward_only=False)
+        return self._run(lambda: self.data.training(self.consumed_samples), forward_only=False)
 
     def optimizer_step(self) -> OptimizerResult:
         """Clip, step, advance schedule, iteration and data."""
@@ -224,8 +221,6 @@ class Trainer:
         Raises:
             UsageError: no validation data (no `--eval-interval`).
         """
-        if self.valid_samples is None:
-            raise UsageError("there is no validation data: give --eval-interval and a --split with a validation part")
         iterations = self.args.eval_iters if iterations is None else iterations
         if self.args.overlap_param_gather and not self._param_sync_paused:
             self._pause_param_sync(synchronise=True)
@@ -237,10 +232,7 @@ class Trainer:
         try:
             with torch.no_grad():
                 losses = [
-                    self._run(
-                        self._validation_batches(index), micro_batches=self.args.num_microbatches, forward_only=True
-                    )
-                    for index in range(iterations)
+                    self._run(partial(self.data.validation, index), forward_only=True) for index in range(iterations)
                 ]
         finally:
             for chunk in self.model:
@@ -263,14 +255,14 @@ class Trainer:
 
     # --- forwards and backwards -------------------------------------------------------------------
 
-    def _run(self, batches: Callable[[], Iterator[Batch]], *, micro_batches: int, forward_only: bool) -> float:
+    def _run(self, batches: Callable[[], Iterator[Batch]], *, forward_only: bool) -> float:
         args = self.args
         reports = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             # Each virtual stage reads the same batches on its own.
             data_iterator=[batches() for _ in self.model] if len(self.model) > 1 else batches(),
             model=self.model,
-            num_microbatches=micro_batches,
+            num_microbatches=args.num_microbatches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.seq_length,
@@ -285,7 +277,7 @@ class Trainer:
         stage = get_attr_wrapped_model(model, "vp_stage")
         where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
         labels = batch.labels if parallel_state.is_pipeline_last_stage(**where) else None
-        output = model(batch.tokens, batch.position_ids, self._attention_mask(), labels=labels)
+        output = model(batch.tokens, batch.position_ids, self.data.attention_mask(), labels=labels)
         return output, partial(self._loss, batch.loss_mask)
 
     def _loss(
@@ -318,47 +310,6 @@ class Trainer:
             )
         return float(total[0] / total[1])
 
-    # --- data -------------------------------------------------------------------------------------
-
-    def _training_batches(self) -> Callable[[], Iterator[Batch]]:
-        order, consumed = self._order, self.consumed_samples
-        return lambda: self._batches(self.train_samples, lambda position: order[position], consumed)
-
-    def _validation_batches(self, index: int) -> Callable[[], Iterator[Batch]]:
-        samples = self.valid_samples
-        assert samples is not None
-        first = index * self.args.global_batch_size
-        return lambda: self._batches(samples, lambda position: position % len(samples), first)
-
-    def _batches(self, samples: Samples, window: Callable[[int], int], consumed: int) -> Iterator[Batch]:
-        for micro_batch in range(self.args.num_microbatches):
-            positions = micro_batch_positions(
-                consumed=consumed,
-                micro_batch=micro_batch,
-                micro_batch_size=self.args.micro_batch_size,
-                data_parallel_rank=parallel_state.get_data_parallel_rank(),
-                data_parallel_size=self.args.data_parallel_size,
-            )
-            windows = torch.from_numpy(samples.windows([window(position) for position in positions]))
-            windows = windows.to(self.distributed.device)
-            length = self.args.seq_length
-            yield Batch(
-                tokens=windows[:, :-1].contiguous(),
-                labels=windows[:, 1:].contiguous(),
-                loss_mask=torch.ones(windows.shape[0], length, device=windows.device),
-                position_ids=torch.arange(length, device=windows.device).expand(windows.shape[0], length),
-            )
-
-    def _attention_mask(self) -> torch.Tensor | None:
-        """[1, 1, L, L], True where a query may not look; Transformer Engine makes its own."""
-        if self.args.transformer_impl == "transformer_engine":
-            return None
-        if not hasattr(self, "_causal_mask"):
-            length = self.args.seq_length
-            ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.distributed.device)
-            self._causal_mask = torch.triu(ones, diagonal=1)
-        return self._causal_mask
-
     # --- checkpoints, end -------------------------------------------------------------------------
 
     def save(self) -> str:
@@ -380,9 +331,10 @@ class Trainer:
         checkpointing.load(self, self.args.load)
 
     def close(self) -> None:
-        """Take down what this trainer made: model, optimizer and process groups. CPU patches stay in force."""
-        for name in ("model", "optimizer", "scheduler", "train_samples", "valid_samples", "_order"):
+        """Take down what this trainer made: model, optimizer, plug-in, Megatron's groups. CPU patches stay in force."""
+        for name in ("model", "optimizer", "scheduler", "data"):
             self.__dict__.pop(name, None)
+        megatron_ext.disable()
         get_moe_layer_wise_logging_tracker().clear()
         if hasattr(self, "distributed"):
             self.distributed.close()
@@ -391,5 +343,13 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_after(error)
+
+    def _close_after(self, error: BaseException | None) -> None:
+        """Close, unless an error struck this rank while others may be in a collective: closing would wait for it."""
+        on_every_rank = error is None or (isinstance(error, UsageError) and not isinstance(error, LocalUsageError))
+        if on_every_rank or self.distributed.world_size == 1:
+            self.close()
