@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from megascale_omni.paging.budget import Budget, parse_percent
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
 ProductsChoice = Literal["auto", "blas", "onednn"]
+Checksum = Literal["auto", "xxh3", "crc32", "off"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -37,15 +39,45 @@ def parse_bytes(value: object, *, key: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def parse_budget(value: object, *, key: str) -> Budget:
+    """``25%`` or a size as a budget.
+
+    Raises:
+        ValueError: neither, negative, or more than 100%.
+    """
+    fraction = parse_percent(value) if isinstance(value, str) else None
+    if fraction is not None:
+        if fraction > 1:
+            raise ValueError(f"{key}={value} is more than all pages; give at most 100%")
+        return Budget(fraction=fraction)
+    nbytes = parse_bytes(value, key=key)
+    if nbytes < 0:
+        raise ValueError(f"{key}={value} is negative; give a size, e.g. 8GiB, or a percentage of all pages, e.g. 25%")
+    return Budget(nbytes=nbytes)
+
+
 @dataclass(frozen=True)
 class PagingConfig:
-    """How experts are cut into pages.
+    """How experts are cut into pages, and where pages may be.
 
     Attributes:
         page_size_bytes: weight bytes of a page, 64 KiB to 64 MiB (an expert smaller than that is one page).
+        device_budget: device memory for pages of all planes: bytes, ``8GiB``, ``25%`` of all pages, ``auto`` (what is
+            available), or None: everything stays in device memory.
+        host_budget: host memory behind it, in the same terms; 0 for none.
+        disk_path: folder for the scratch file that holds what fits in neither; needed with a device budget.
+        checksum: of every page read from disk: ``xxh3``, ``crc32``, ``off``, or ``auto`` (xxh3 where it is installed).
+        prefetch: whether pages are fetched before they are needed.
+        max_lag_steps: most optimizer steps that a page of an unused expert may wait; 0 steps every page at every step.
     """
 
     page_size_bytes: int = DEFAULT_PAGE_BYTES
+    device_budget: str | int | None = None
+    host_budget: str | int = 0
+    disk_path: str | None = None
+    checksum: Checksum = "auto"
+    prefetch: bool = True
+    max_lag_steps: int = 100
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.page_size_bytes, key="paging.page_size_bytes")
@@ -54,6 +86,21 @@ class PagingConfig:
             raise ValueError(
                 f"paging.page_size_bytes={size} is outside {MIN_PAGE_BYTES} (64KiB) to {MAX_PAGE_BYTES} (64MiB); "
                 "choose a size in between, e.g. 16MiB"
+            )
+        if self.checksum not in get_args(Checksum):
+            known = ", ".join(get_args(Checksum))
+            raise ValueError(f"paging.checksum={self.checksum!r} is unknown; choose one of {known}")
+        if isinstance(self.max_lag_steps, bool) or not isinstance(self.max_lag_steps, int) or self.max_lag_steps < 0:
+            raise ValueError(f"paging.max_lag_steps={self.max_lag_steps!r} must be a whole number of steps, 0 or more")
+        if not isinstance(self.prefetch, bool):
+            raise ValueError(f"paging.prefetch={self.prefetch!r} must be true or false")
+        for key in ("device_budget", "host_budget"):
+            if getattr(self, key) not in (None, "auto"):
+                parse_budget(getattr(self, key), key=f"paging.{key}")
+        if self.device_budget is not None and self.disk_path is None:
+            raise ValueError(
+                f"paging.device_budget={self.device_budget} needs a folder on a disk for the pages that do not fit; "
+                "give paging.disk_path (--megascale-disk-path)"
             )
 
 

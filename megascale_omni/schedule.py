@@ -40,6 +40,7 @@ class Schedule:
     def __init__(self) -> None:
         self._moment = Moment()
         self._listeners: list[Callable[[Moment], None]] = []
+        self._step_listeners: list[Callable[[], None]] = []
 
     @property
     def moment(self) -> Moment:
@@ -50,11 +51,17 @@ class Schedule:
         """Calls ``listener(moment)`` at every change."""
         self._listeners.append(listener)
 
+    def on_step(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener()`` whenever a training step begins: the one before is over."""
+        self._step_listeners.append(listener)
+
     def begin_step(self, step: int) -> None:
         """A training step starts. Raises RuntimeError when steps do not ascend."""
         if step <= self._moment.step:
             raise RuntimeError(f"step {step} is announced after step {self._moment.step}")
         self._set(Moment(step=step))
+        for listener in self._step_listeners:
+            listener()
 
     def resume_at(self, step: int) -> None:
         """A checkpoint of ``step`` completed steps was loaded; the next step is ``step + 1``."""

@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from megatron_ext.runtime import Runtime
 
 
+_PAGING = {
+    "megascale_page_size": "page_size_bytes",
+    "megascale_device_budget": "device_budget",
+    "megascale_host_budget": "host_budget",
+    "megascale_disk_path": "disk_path",
+    "megascale_page_checksum": "checksum",
+    "megascale_prefetch": "prefetch",
+    "megascale_max_lag": "max_lag_steps",
+}
+"""Flags and the paging options that they set."""
+
+
 def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
     group = parser.add_argument_group("megascale", "experts in pages")
@@ -21,6 +33,18 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--megascale-page-size", metavar="SIZE", help="weight bytes of a page, 64KiB to 64MiB (default 16MiB)"
+    )
+    group.add_argument(
+        "--megascale-device-budget",
+        metavar="SIZE",
+        help="device memory for pages: 8GiB, 25%% (of all pages), auto; default: all pages stay there",
+    )
+    group.add_argument("--megascale-host-budget", metavar="SIZE", help="host memory behind it (default 0)")
+    group.add_argument("--megascale-disk-path", metavar="DIR", help="folder for the pages that fit in neither")
+    group.add_argument("--megascale-page-checksum", choices=["auto", "xxh3", "crc32", "off"], help="of pages on disk")
+    group.add_argument("--megascale-prefetch", choices=["on", "off"], help="fetch pages ahead (default on)")
+    group.add_argument(
+        "--megascale-max-lag", type=int, metavar="STEPS", help="most steps an unused page may wait (default 100)"
     )
     group.add_argument(
         "--megascale-cpu-products",
@@ -44,8 +68,11 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         return None
     path = getattr(args, "megascale_config", None)
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
-    if getattr(args, "megascale_page_size", None) is not None:
-        config = config.replace("paging", page_size_bytes=args.megascale_page_size)
+    paging = {field: getattr(args, name) for name, field in _PAGING.items() if getattr(args, name, None) is not None}
+    if "prefetch" in paging:
+        paging["prefetch"] = paging["prefetch"] == "on"
+    if paging:
+        config = config.replace("paging", **paging)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
     return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -45,6 +46,8 @@ class MegaScaleDDP(DistributedDataParallel):
         self.gradients = ExpertGradients(self.paged_experts)
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self._micro_batch = 0
+        # The first chunk of a run with experts tells the schedule when a step begins.
+        self._begins_steps = bool(self.paged_experts) and self.paged_experts[0].pages.entry.module == 0
         self._chunk = getattr(_innermost(module), "vp_stage", None) or 0
         for name, experts in named:
             path = name.removeprefix("module.")
@@ -71,17 +74,18 @@ class MegaScaleDDP(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         """As stock; gradient pages become absent."""
         super().zero_grad_buffer()
+        if self._begins_steps:
+            schedule = self.paged_experts[0].manager.schedule
+            schedule.begin_step(schedule.moment.step + 1)
         self.gradients.drop()
         self._micro_batch = 0
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """As stock; gradient pages are checked, scaled and summed over the ranks that hold the same experts."""
+        self.gradients.finish(scale=self.gradient_scale, group=self.expt_dp_group)
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
-        if self.gradient_scale != 1.0:
-            self.gradients.scale(self.gradient_scale)
-        self.gradients.reduce(self.expt_dp_group)
 
     def _check_finite(self) -> None:
         """Every rank ends, with the expert or parameter named, when a gradient on any rank is not finite.
@@ -89,7 +93,7 @@ class MegaScaleDDP(DistributedDataParallel):
         Raises:
             RuntimeError: on every rank of the job.
         """
-        bad = self.gradients.first_non_finite() or self._first_non_finite_parameter()
+        bad = self.gradients.non_finite or self._first_non_finite_parameter()
         flag = torch.tensor([float(bad is not None)], device=next(self.module.parameters()).device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
@@ -122,11 +126,9 @@ class MegaScaleDDP(DistributedDataParallel):
         super().broadcast_params()
         source = dist.get_global_rank(self.expt_dp_group, 0)
         for experts in self.paged_experts:
-            for expert in range(experts.num_experts):
-                names = [(expert, s) for s in range(experts.layout.num_slices)]
-                with experts.lease(Plane.WEIGHT, names) as lease:
-                    for name in names:
-                        dist.broadcast(lease.page(*name), src=source, group=self.expt_dp_group)
+            for name in np.ndindex(experts.num_experts, experts.layout.num_slices):
+                with experts.lease(Plane.WEIGHT, [name]) as lease:
+                    dist.broadcast(lease.page(*name), src=source, group=self.expt_dp_group)
                     lease.mark_dirty()
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:

@@ -85,7 +85,6 @@ class MegaScaleExperts(PagedExperts):
         self.runtime = runtime
         self.adam: PagedAdam | None = None  # set by the optimizer that steps these pages
         self.expert_parallel = config.expert_model_parallel_size > 1
-        self.allocate()
         for expert in range(num_local_experts):
             if expert:
                 shell = build_module(stock_spec, 1, config, pg_collection=pg_collection)
@@ -100,7 +99,7 @@ class MegaScaleExperts(PagedExperts):
             prefix + name.removeprefix("local_experts.0."): parameter.detach()
             for name, parameter in shell.named_parameters()
         }
-        self.load_dense(values)
+        self.initialise(expert, values)
 
     # -- compute
     # --------------------------------------------------------------------------------------------------------

@@ -29,10 +29,16 @@ class PagedOptimizer(MegatronOptimizer):
 
     is_stub_optimizer = False
 
-    def __init__(self, adam: PagedAdam, config: OptimizerConfig, stats_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        adam: PagedAdam,
+        config: OptimizerConfig,
+        gradients: Sequence[ExpertGradients],
+        stats_group: dist.ProcessGroup,
+    ) -> None:
         super().__init__(adam, config)  # type: ignore[arg-type]
         self.adam = adam
-        self.gradients = ExpertGradients(adam.modules)
+        self.gradients = tuple(gradients)
         self.grad_stats_parallel_group = stats_group
         self.clip_coefficient: float | None = None
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -57,11 +63,15 @@ class PagedOptimizer(MegatronOptimizer):
 
     def squared_norm(self) -> float:
         """Sum of squares of the experts' gradients over the ranks of the stats group. A collective."""
-        return self._sum(self.gradients.squared_norm(self.adam.shards))
+        return self._sum(self._statistics()[0])
 
     def count_zeros(self) -> float:
         """Zero gradient elements of the experts, untouched experts included. A collective."""
-        return self._sum(self.gradients.count_zeros(self.adam.shards))
+        return self._sum(self._statistics()[1])
+
+    def _statistics(self) -> tuple[float, int]:
+        found = [gradients.statistics(self.adam.shards) for gradients in self.gradients]
+        return sum(squares for squares, _ in found), sum(zeros for _, zeros in found)
 
     def _sum(self, value: float) -> float:
         total = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -192,10 +202,14 @@ def build_optimizer(
             manager.set_plane_dtype(pages, Plane.MASTER, torch.float32)
         manager.set_plane_dtype(pages, Plane.MOMENT1, torch.float32)
         manager.set_plane_dtype(pages, Plane.MOMENT2, torch.float32)
-    adam = PagedAdam(bindings.items(), groups=groups, arithmetic=_arithmetic(config, dense), shards=shards)
+    for manager in {experts.manager for experts in bindings}:
+        manager.check_budget()
+    lag = next((e.runtime.config.paging.max_lag_steps for e in bindings), 0)
+    arithmetic = _arithmetic(config, dense)
+    adam = PagedAdam(bindings.items(), groups=groups, arithmetic=arithmetic, shards=shards, max_lag=lag)
     for experts in bindings:
         experts.adam = adam
-    paged = PagedOptimizer(adam, config, stats_group)
+    paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
     return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel)
 
 

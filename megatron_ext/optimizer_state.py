@@ -81,7 +81,6 @@ class OptimizerState:
                 "--dist-ckpt-optim-fully-reshardable"
             )
         dense = self._dense.sharded_state_dict(model, is_loading, **kwargs)
-        self._adam.ensure_state()
         tensors = self._expert_tensors(list(_entries(model)))
         if not self._separate:
             _add(dense, tensors, self._form)
@@ -162,7 +161,6 @@ class OptimizerState:
     def _load_experts(self, state: dict[str, Any]) -> None:
         inner = state if self._form == "fp32" else state["optimizer"]
         entries = _taken(state, self._form)
-        self._adam.ensure_state()
         for number, entry in enumerate(self._described):
             loaded = entries[FIRST_ID + number]
             for key, plane in _planes(entry.experts, self._form).items():

@@ -9,6 +9,7 @@ import torch
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
+from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
 
@@ -29,7 +30,8 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         workspace = Workspace(device)
         products = products_for(device=device, choice=config.compute.cpu_products, workspace=workspace)
-        return cls(config, ExpertManager(device=device, schedule=Schedule()), workspace, products)
+        options = paging_options(config.paging, device)
+        return cls(config, ExpertManager(device=device, schedule=Schedule(), options=options), workspace, products)
 
     @property
     def schedule(self) -> Schedule:

@@ -12,7 +12,7 @@ change a bit.
 Products are made page by page; what is done element by element is done once for a *batch* of consecutive pages,
 because one small expert does not keep several cores busy. How pages are batched follows from the layout and the
 routing alone (see ``cut_batches``), never from what is resident: vectorised loops round their tails differently, so
-that a batch cut by a budget would change bits. A wave holds whole batches.
+that a batch cut by a budget would change bits. A wave is one batch.
 
 [Note: what is saved]
 The forward keeps the tokens, their probabilities and the pre-activations; activations are recomputed in the backward.
@@ -33,8 +33,10 @@ from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import PageLayout, PageViews
-from megascale_omni.paging.manager import ExpertManager, Lease, PagedModule
+from megascale_omni.paging.leases import PagedModule, Wave
+from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
 
 
 @dataclass(frozen=True)
@@ -142,27 +144,34 @@ def _forward(
     blocks, output = _Blocks(layout, rows, flat), _SliceSum(context, "output", y_Nh, rows)
     x_of, y_of, probs_of = rows.split(x_Nh), rows.split(y_Nh), rows.split(probs_N)
     last, down_bias_h = layout.num_slices - 1, None
-    for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,)):
-        weights = wave.leases[Plane.WEIGHT]
-        for items in wave.batches:
-            pages = [weights.views(expert, slice_) for expert, slice_ in items]
-            pre_BR = blocks.batch(items)
-            pre_of = pre_BR.split([rows.counts[expert] for expert, _ in items])
-            for (expert, _), page, pre_nR in zip(items, pages, pre_of, strict=True):
-                products.nt(x_of[expert], page.fc1_Rh, out=pre_nR)
-                if page.fc1_bias_R is not None:
-                    pre_nR.add_(page.fc1_bias_R)
-            act_Br = work.take("activation", (pre_BR.shape[0], pages[0].down_rh.shape[0]), x_Nh.dtype)
-            probs_B = _batch_probs(items, rows, probs_N, layout.num_slices)
-            context.activation.with_probs_forward(pre_BR, probs_B, out=act_Br, workspace=work)
-            act_of = act_Br.split([rows.counts[expert] for expert, _ in items])
-            for (expert, slice_), page, act_nr in zip(items, pages, act_of, strict=True):
-                output.add(expert, slice_, act_nr, page.down_rh)
-                if page.down_bias_h is not None:
-                    down_bias_h = page.down_bias_h.clone()  # the page may be gone before the last slice is added
-                if down_bias_h is not None and slice_ == last:
-                    _add_down_bias(y_of[expert], down_bias_h, probs_of[expert] if probs_of else None)
+    phase = _forward_phase(keep)
+    for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
+        items, weights = wave.items, wave.leases[Plane.WEIGHT]
+        pages = [weights.views(expert, slice_) for expert, slice_ in items]
+        pre_BR = blocks.batch(items)
+        pre_of = pre_BR.split([rows.counts[expert] for expert, _ in items])
+        for (expert, _), page, pre_nR in zip(items, pages, pre_of, strict=True):
+            products.nt(x_of[expert], page.fc1_Rh, out=pre_nR)
+            if page.fc1_bias_R is not None:
+                pre_nR.add_(page.fc1_bias_R)
+        act_Br = work.take("activation", (pre_BR.shape[0], pages[0].down_rh.shape[0]), x_Nh.dtype)
+        probs_B = _batch_probs(items, rows, probs_N, layout.num_slices)
+        context.activation.with_probs_forward(pre_BR, probs_B, out=act_Br, workspace=work)
+        act_of = act_Br.split([rows.counts[expert] for expert, _ in items])
+        for (expert, slice_), page, act_nr in zip(items, pages, act_of, strict=True):
+            output.add(expert, slice_, act_nr, page.down_rh)
+            if page.down_bias_h is not None:
+                down_bias_h = page.down_bias_h.clone()  # the page may be gone before the last slice is added
+            if down_bias_h is not None and slice_ == last:
+                _add_down_bias(y_of[expert], down_bias_h, probs_of[expert] if probs_of else None)
     return y_Nh, flat
+
+
+def _forward_phase(keep: bool) -> Phase:
+    """Which phase a forward call belongs to, as autograd tells: recompute runs inside a backward."""
+    if torch._C._current_graph_task_id() != -1:
+        return Phase.RECOMPUTE
+    return Phase.FORWARD if keep or torch.is_grad_enabled() else Phase.EVAL
 
 
 def _add_down_bias(y_nh: torch.Tensor, bias_h: torch.Tensor, probs_n: torch.Tensor | None) -> None:
@@ -173,15 +182,8 @@ def _add_down_bias(y_nh: torch.Tensor, bias_h: torch.Tensor, probs_n: torch.Tens
 class _WeightGradients:
     """Writes a page's gradients; the first write of a step stores, later ones add (no page is ever zeroed)."""
 
-    def __init__(self, context: ExpertsContext, rows: Rows) -> None:
+    def __init__(self, context: ExpertsContext) -> None:
         self._context = context
-        self._slices = context.layout.num_slices
-        created = context.manager.create(context.module, Plane.GRADIENT, rows.active)
-        self._fresh = set((created // len(Plane) - context.module.entry.first_index).tolist())
-
-    def is_fresh(self, expert: int, slice_: int) -> bool:
-        """Whether the page has no earlier contribution this step."""
-        return expert * self._slices + slice_ in self._fresh
 
     def product(self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, store: bool) -> None:
         """``out (+)= left^T right``, the weight gradient of one product."""
@@ -220,7 +222,7 @@ class _Backward:
         self.gx_Nh = torch.empty_like(x_Nh) if needs_x else None
         self.gprobs_N = torch.zeros_like(probs_N) if needs_probs and probs_N is not None else None
         self.inputs = None if self.gx_Nh is None else _SliceSum(context, "input_gradient", self.gx_Nh, rows)
-        self.weights = _WeightGradients(context, rows) if needs_weights and rows.active else None
+        self.weights = _WeightGradients(context) if needs_weights and rows.active else None
         self.x_of, self.gy_of = rows.split(x_Nh), rows.split(gy_Nh)
         self.probs_of, self.gprobs_of = rows.split(probs_N), rows.split(self.gprobs_N)
         self.dtype = x_Nh.dtype
@@ -228,13 +230,14 @@ class _Backward:
     def run(self) -> None:
         """Runs all waves."""
         planes = (Plane.WEIGHT, Plane.GRADIENT) if self.weights else (Plane.WEIGHT,)
-        for wave in self.context.manager.waves(self.context.module, self.rows.active, planes=planes):
-            for items in wave.batches:
-                self._batch(items, wave.leases[Plane.WEIGHT], wave.leases.get(Plane.GRADIENT))
-            if self.weights:
-                wave.leases[Plane.GRADIENT].mark_dirty()
+        manager, create = self.context.manager, Plane.GRADIENT if self.weights else None
+        for wave in manager.waves(
+            self.context.module, self.rows.active, planes=planes, phase=Phase.BACKWARD, create=create
+        ):
+            self._batch(wave)
 
-    def _batch(self, items: Sequence[tuple[int, int]], weights: Lease, gradients: Lease | None) -> None:
+    def _batch(self, wave: Wave) -> None:
+        items, weights, gradients = wave.items, wave.leases[Plane.WEIGHT], wave.leases.get(Plane.GRADIENT)
         context, work, products = self.context, self.context.workspace, self.context.products
         pages = [weights.views(expert, slice_) for expert, slice_ in items]
         pre_BR = self.blocks.batch(items)
@@ -259,7 +262,9 @@ class _Backward:
         act_of, gpre_of = act_Br.split(counts), gpre_BR.split(counts)
         if gradients is not None:
             for (expert, slice_), act_nr, gpre_nR in zip(items, act_of, gpre_of, strict=True):
-                self._weight_gradients(expert, slice_, gradients.views(expert, slice_), act_nr, gpre_nR)
+                store = (expert, slice_) in wave.fresh
+                self._weight_gradients(expert, gradients.views(expert, slice_), act_nr, gpre_nR, store=store)
+            gradients.mark_dirty()
         if self.gprobs_of:
             assert gprobs_B is not None
             for (expert, _), page, gprobs_n in zip(items, pages, gprobs_B.split(counts), strict=True):
@@ -271,12 +276,11 @@ class _Backward:
                 self.inputs.add(expert, slice_, gpre_nR, page.fc1_Rh)
 
     def _weight_gradients(
-        self, expert: int, slice_: int, page: PageViews, act_nr: torch.Tensor, gpre_nR: torch.Tensor
+        self, expert: int, page: PageViews, act_nr: torch.Tensor, gpre_nR: torch.Tensor, *, store: bool
     ) -> None:
         """Adds the gradients of one page (``page`` are views of its gradient page)."""
         weights = self.weights
         assert weights is not None
-        store = weights.is_fresh(expert, slice_)
         gy_nh = self.gy_of[expert]
         weights.product(act_nr, gy_nh, out=page.down_rh, store=store)
         weights.product(gpre_nR, self.x_of[expert], out=page.fc1_Rh, store=store)

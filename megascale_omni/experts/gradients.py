@@ -1,12 +1,15 @@
 """Gradient pages between the last backward and the optimizer: scaled, reduced, measured and dropped.
 
-Pages of experts without tokens are absent and count as zeros; nothing here makes one unless another rank has it.
+Pages of experts without tokens are absent and count as zeros; nothing here makes one unless another rank has it. What
+must be done to every page is done in one sweep (:meth:`ExpertGradients.finish`), because a sweep over pages that do not
+all fit costs io.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,110 +18,140 @@ import torch.distributed as dist
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, buckets
 from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
+
+
+@dataclass(frozen=True)
+class PageStatistics:
+    """Of one gradient page after scaling and reduction: sum of squares (fp64) and number of non-zero elements."""
+
+    squares: float
+    nonzeros: int
 
 
 class ExpertGradients:
-    """The gradient pages of some modules (those of one model chunk, or of a whole model)."""
+    """The gradient pages of some modules (those of one model chunk)."""
 
     def __init__(self, modules: Sequence[PagedExperts]) -> None:
         self.modules = tuple(modules)
+        self.non_finite: str | None = None
+        self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
 
     def present(self, experts: PagedExperts) -> list[PageName]:
         """The pages (expert, slice) of a module that have a gradient, ascending."""
         return [(int(e), int(s)) for e, s in np.argwhere(experts.manager.present(experts.pages, Plane.GRADIENT))]
 
-    def pages(self, experts: PagedExperts) -> Iterator[tuple[PageName, torch.Tensor]]:
-        """Each present gradient page of a module with its elements (flat); leased while it is the current item."""
-        for name in self.present(experts):
-            with experts.lease(Plane.GRADIENT, [name]) as lease:
-                yield name, lease.page(*name)
+    def pages(
+        self, experts: PagedExperts, *, names: list[PageName] | None = None, write: bool = False
+    ) -> Iterator[tuple[PageName, torch.Tensor]]:
+        """Each present gradient page of a module with its elements (flat), leased while it is the current item."""
+        names = self.present(experts) if names is None else names
+        sweep = experts.manager.sweep(experts.pages, names, planes=(Plane.GRADIENT,), phase=Phase.STEP, write=write)
+        for name, (page,) in sweep:
+            yield name, page
 
     def drop(self) -> None:
         """Forgets all gradients: a new step begins, nothing of the old one may be applied again."""
         for experts in self.modules:
             experts.manager.drop(experts.page_ids(Plane.GRADIENT, self.present(experts)))
+        self._statistics.clear()
+        self.non_finite = None
+
+    def finish(self, *, scale: float = 1.0, group: dist.ProcessGroup | None = None) -> None:
+        """What stock does to its buffers after the last backward: multiplies by ``scale``, sums over ``group``.
+
+        Takes each page's statistics on the way, and keeps the first local gradient that is not finite in
+        ``non_finite``. A page that another rank of the group has and this one does not is created with zeros: the union
+        decides, so that all replicas see the same pages whoever got tokens. A collective of ``group``.
+        """
+        alone = group is None or dist.get_world_size(group) == 1
+        union = [] if alone or group is None else self._union(group)
+        for number, experts in enumerate(self.modules):
+            if alone or group is None:
+                for name, page in self.pages(experts, write=scale != 1.0):
+                    self._check(experts, name, page)
+                    if scale != 1.0:
+                        page.mul_(scale)
+                    self._statistics[experts, name] = _statistics(page)
+            else:
+                self._reduce(experts, union[number], scale, group)
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient, as stock multiplies its buffers."""
+        """Multiplies every gradient, as stock multiplies its buffers; statistics follow by arithmetic."""
         for experts in self.modules:
-            for _, page in self.pages(experts):
+            for name, page in self.pages(experts, write=True):
                 page.mul_(factor)
+                known = self._statistics.get((experts, name))
+                if known is not None:
+                    squares = known.squares * float(factor) ** 2
+                    self._statistics[experts, name] = PageStatistics(squares, known.nonzeros)
 
-    def reduce(self, group: dist.ProcessGroup) -> None:
-        """Sums gradients over the ranks that hold the same experts. A collective of ``group``.
-
-        A page that another rank has and this one does not is created with zeros: the union decides, so that all
-        replicas see the same pages whoever got tokens.
-        """
-        if dist.get_world_size(group) == 1 or not self.modules:
-            return
-        union = self._union(group)
-        offset = 0
+    def statistics(self, shards: PageShards) -> tuple[float, int]:
+        """Sum of squares and number of zeros of the gradients this rank owns under ``shards``; absent pages are zeros."""
+        squares, zeros = 0.0, 0
         for experts in self.modules:
-            count = experts.pages.entry.num_pages
-            wanted = np.nonzero(union[offset : offset + count])[0]
-            offset += count
-            names = [divmod(int(i), experts.pages.entry.num_slices) for i in wanted]
-            wanted_ids = experts.page_ids(Plane.GRADIENT, names)
-            created = experts.manager.create_ids(experts.pages, Plane.GRADIENT, wanted_ids)
-            with experts.manager.lease_ids(experts.pages, Plane.GRADIENT, created):
-                for page_id in created.tolist():
-                    experts.manager.page_tensor(page_id).zero_()
-            self._reduce_pages(experts, names, group)
+            owned = shards.owned(experts)
+            here = set(self.present(experts))
+            missing = [name for name in owned if name in here and (experts, name) not in self._statistics]
+            for name, page in self.pages(experts, names=missing):
+                self._statistics[experts, name] = _statistics(page)
+            for name in owned:
+                zeros += experts.layout.page_numel(name[1])
+                if name in here:
+                    found = self._statistics[experts, name]
+                    squares += found.squares
+                    zeros -= found.nonzeros
+        return squares, zeros
 
-    def _union(self, group: dist.ProcessGroup) -> np.ndarray:
+    # -- reduction -----------------------------------------------------------------------------------------------------
+
+    def _union(self, group: dist.ProcessGroup) -> list[list[PageName]]:
+        if not self.modules:
+            return []
         masks = [e.manager.present(e.pages, Plane.GRADIENT).reshape(-1) for e in self.modules]
         device = self.modules[0].manager.arena.device
         mask = torch.from_numpy(np.concatenate(masks).astype(np.uint8)).to(device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
-        union: np.ndarray = mask.cpu().numpy()
-        return union
+        parts = np.split(mask.cpu().numpy(), np.cumsum([len(m) for m in masks])[:-1])
+        return [
+            [divmod(int(i), experts.pages.entry.num_slices) for i in np.nonzero(part)[0]]
+            for experts, part in zip(self.modules, parts, strict=True)
+        ]
 
-    def _reduce_pages(self, experts: PagedExperts, names: list[PageName], group: dist.ProcessGroup) -> None:
+    def _reduce(self, experts: PagedExperts, names: list[PageName], scale: float, group: dist.ProcessGroup) -> None:
         layout, dtype = experts.layout, experts.pages.dtypes[Plane.GRADIENT]
+        mine = set(self.present(experts))
 
         def numel(name: PageName) -> int:
             return layout.page_numel(name[1])
 
         for run in buckets(names, numel):
             flat = experts.context.workspace.take("exchange", (sum(map(numel, run)),), dtype)
-            parts = flat.split([numel(name) for name in run])
-            with experts.lease(Plane.GRADIENT, run) as lease:
-                for name, part in zip(run, parts, strict=True):
-                    part.copy_(lease.page(*name))
-                dist.all_reduce(flat, group=group)
-                for name, part in zip(run, parts, strict=True):
-                    lease.page(*name).copy_(part)
-                lease.mark_dirty()
+            parts = dict(zip(run, flat.split([numel(name) for name in run]), strict=True))
+            for name in run:
+                if name not in mine:
+                    parts[name].zero_()
+            for name, page in self.pages(experts, names=[name for name in run if name in mine]):
+                self._check(experts, name, page)
+                parts[name].copy_(page)
+            if scale != 1.0:
+                flat.mul_(scale)
+            dist.all_reduce(flat, group=group)
+            for name in run:
+                if name not in mine:
+                    experts.manager.create_ids(experts.pages, Plane.GRADIENT, experts.page_ids(Plane.GRADIENT, [name]))
+                with experts.lease(Plane.GRADIENT, [name]) as lease:
+                    lease.page(*name).copy_(parts[name])
+                    lease.mark_dirty()
+                self._statistics[experts, name] = _statistics(parts[name])
 
-    def first_non_finite(self) -> str | None:
-        """The first expert whose gradient has a NaN or infinity, by name; None where there is none."""
-        for experts in self.modules:
-            for (expert, slice_), page in self.pages(experts):
-                if not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
-                    bad = int((~torch.isfinite(page)).sum())
-                    what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
-                    return f"{experts.path}, local expert {expert} (slice {slice_}): {what}"
-        return None
+    def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
+        if self.non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
+            bad = int((~torch.isfinite(page)).sum())
+            what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
+            self.non_finite = f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
 
-    def squared_norm(self, shards: PageShards) -> float:
-        """Sum of squares of this rank's gradients, those that it owns under ``shards``; accumulated in fp64."""
-        total = 0.0
-        for experts in self.modules:
-            owned = set(shards.owned(experts))
-            for name, page in self.pages(experts):
-                if name in owned:
-                    total += float(torch.linalg.vector_norm(page, dtype=torch.float32)) ** 2
-        return total
 
-    def count_zeros(self, shards: PageShards) -> int:
-        """Zero elements of this rank's gradients, absent pages counted as zeros, those it owns under ``shards``."""
-        total = 0
-        for experts in self.modules:
-            owned = shards.owned(experts)
-            total += sum(experts.layout.page_numel(slice_) for _, slice_ in owned)
-            wanted = set(owned)
-            for name, page in self.pages(experts):
-                if name in wanted:
-                    total -= int(torch.count_nonzero(page))
-        return total
+def _statistics(page: torch.Tensor) -> PageStatistics:
+    norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
+    return PageStatistics(squares=norm**2, nonzeros=int(torch.count_nonzero(page)))

@@ -12,7 +12,8 @@ from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
-from megascale_omni.paging.manager import ExpertManager, Lease
+from megascale_omni.paging.leases import Lease
+from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.names import NamedSlice, NamedTensors, NamingStyle
 from megascale_omni.paging.planes import Plane
 
@@ -74,10 +75,17 @@ class PagedExperts(torch.nn.Module):
         """Elements of all local experts."""
         return self.num_experts * self.shape.num_parameters
 
-    def allocate(self) -> None:
-        """Makes all weight pages (contents undefined), in one segment."""
-        self.manager.reserve(self.pages, Plane.WEIGHT)
-        self.manager.create(self.pages, Plane.WEIGHT, range(self.num_experts))
+    @torch.no_grad()
+    def initialise(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Makes an expert's weight pages from its named tensors, which must be all it has."""
+        missing = {s.tensor.name for s in self.names.of_expert(expert)} - tensors.keys()
+        if missing:
+            raise ValueError(f"{self.path}, expert {expert}: initial values of {sorted(missing)} are missing")
+        for slice_ in range(self.layout.num_slices):
+            self.manager.create_ids(self.pages, Plane.WEIGHT, self.page_ids(Plane.WEIGHT, [(expert, slice_)]))
+            with self.lease(Plane.WEIGHT, [(expert, slice_)]) as lease:
+                self.names.scatter(tensors, {(expert, slice_): lease.page(expert, slice_)})
+                lease.mark_dirty()
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedExperts:
         """Freezes or unfreezes all experts of the module."""
@@ -116,20 +124,28 @@ class PagedExperts(torch.nn.Module):
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
-    def named_slices(self, plane: Plane = Plane.WEIGHT) -> Iterator[tuple[NamedSlice, torch.Tensor]]:
-        """Every part of every page with its stock name, expert and place, and a view of its elements.
+    def named_slices(
+        self, plane: Plane = Plane.WEIGHT, *, write: bool = False
+    ) -> Iterator[tuple[NamedSlice, torch.Tensor]]:
+        """Every part of every page there is, with its stock name, expert and place, and a view of its elements.
 
-        A view is valid until the next item is asked for; writing to it changes the page.
+        Pages are caught up with the optimizer first. A view is valid until the next item is asked for; writing to it
+        changes the page, which ``write`` announces.
         """
-        for expert in range(self.num_experts):
-            with self.manager.lease(self.pages, plane, [expert]) as lease:
-                for item in self.names.of_expert(expert):
-                    yield item, self.layout.part(lease.page(expert, item.slice), item.slice, item.part)
+        names = [(int(e), int(s)) for e, s in np.argwhere(self.manager.present(self.pages, plane))]
+        for name in names:
+            if self.manager.catch_up is not None:
+                self.manager.catch_up(self.pages, self.page_ids(Plane.WEIGHT, [name]))
+            with self.lease(plane, [name]) as lease:
+                for item in self.names.of_page(*name):
+                    yield item, self.layout.part(lease.page(*name), item.slice, item.part)
+                if write:
+                    lease.mark_dirty()
 
     def dense(self, plane: Plane = Plane.WEIGHT) -> dict[str, torch.Tensor]:
-        """Copies of all named tensors of a plane, under their stock names and shapes."""
+        """Copies of all named tensors of a plane, under their stock names and shapes; absent pages are zeros."""
         dtype = self.pages.dtypes[plane]
-        tensors = {t.name: torch.empty(t.shape, dtype=dtype, device=self._anchor.device) for t in self.names.tensors()}
+        tensors = {t.name: torch.zeros(t.shape, dtype=dtype, device=self._anchor.device) for t in self.names.tensors()}
         for item, view in self.named_slices(plane):
             item.select(tensors[item.tensor.name]).copy_(view)
         return tensors
@@ -144,7 +160,7 @@ class PagedExperts(torch.nn.Module):
                 raise ValueError(
                     f"{self.path}.{name}: shape {tuple(tensor.shape)} does not fit, the model has {shapes[name]}"
                 )
-        for item, view in self.named_slices(plane):
+        for item, view in self.named_slices(plane, write=True):
             if item.tensor.name in tensors:
                 view.copy_(item.select(tensors[item.tensor.name]))
 

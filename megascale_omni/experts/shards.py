@@ -61,10 +61,10 @@ def broadcast_owned(
     shards: PageShards,
     *,
     dtype: torch.dtype,
-    read: Callable[[PageName], torch.Tensor],
+    read: Callable[[PageName, torch.Tensor], None],
     write: Callable[[PageName, torch.Tensor], None],
 ) -> None:
-    """Every owner sends its pages (``read``), every other rank of the group receives them (``write``). A collective."""
+    """Every owner sends its pages (``read`` fills in one), every other rank of the group receives them (``write``). A collective."""
     if shards.size == 1:
         return
     assert shards.group is not None
@@ -80,7 +80,7 @@ def broadcast_owned(
             parts = flat.split([numel(name) for name in run])
             if rank == shards.rank:
                 for name, part in zip(run, parts, strict=True):
-                    part.copy_(read(name))
+                    read(name, part)
             dist.broadcast(flat, src=source, group=shards.group)
             if rank != shards.rank:
                 for name, part in zip(run, parts, strict=True):

@@ -1,26 +1,26 @@
 """PagedAdam: Adam and AdamW over pages, in the arithmetic of the dense optimizer that the run would have used.
 
-Its parameter groups look like torch's, with ``params`` empty: schedulers set ``lr`` and ``weight_decay`` there. A
-page has a region of weights and a region of biases, which may belong to different groups (stock does not decay
-biases).
-
-Here every page is stepped at every step. The history is written all the same: what a page has missed can be replayed
-from it.
+Its parameter groups look like torch's, with ``params`` empty: schedulers set ``lr`` and ``weight_decay`` there. A page
+has a region of weights and a region of biases, which may belong to different groups (stock does not decay biases).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
 from megascale_omni.optimizer.history import History, StepRecord
+from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,25 @@ def master_plane(experts: PagedExperts) -> Plane:
     return Plane.MASTER if Plane.MASTER in experts.pages.dtypes else Plane.WEIGHT
 
 
+MOMENTS = (Plane.MOMENT1, Plane.MOMENT2)
+DEFAULT_MAX_LAG = 100
+
+
 class PagedAdam:
     """Optimizer of the experts' pages.
+
+    [Note: deferred steps]
+    An expert without tokens changes under Adam all the same: its moments decay, and its weights with them. Its pages are
+    not touched at the step; what they missed is replayed from the history, operation by operation, when they are read
+    next (``catch_up``), so that every bit is what the dense optimizer would have made. With weight decay a replay never
+    ends early, hence no page is left more than ``max_lag`` steps behind. A page without moments never had a gradient:
+    its moments are zeros and stay absent.
 
     Args:
         modules: paged experts with their bindings. groups: torch-like parameter groups (lr, weight_decay, betas, eps,
         ...). arithmetic: the dense optimizer's operations. shards: which pages' state this rank keeps and steps.
+        max_lag: most steps a page may be behind; 0 steps every page at every step. Sharded state is never deferred: a
+        page's weights are read on ranks that do not keep its state.
     """
 
     def __init__(
@@ -51,80 +64,73 @@ class PagedAdam:
         groups: list[dict[str, Any]],
         arithmetic: AdamArithmetic,
         shards: PageShards,
+        max_lag: int = DEFAULT_MAX_LAG,
     ) -> None:
         self.bindings = dict(modules)
         self.param_groups = groups
         self.arithmetic = arithmetic
         self.shards = shards
+        self.max_lag = 0 if shards.size > 1 else max_lag
         self.history = History()
         self.num_steps = 0
+        self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
+            if self.max_lag:
+                experts.manager.catch_up = self.catch_up
             if Plane.MASTER in experts.pages.dtypes:
-                self._make(experts, Plane.MASTER)
-        self.refresh_masters()
+                for name in self.shards.owned(experts):
+                    self._copy_master(experts, name, create=True)
 
     @property
     def modules(self) -> tuple[PagedExperts, ...]:
         """The modules whose pages are stepped."""
         return tuple(self.bindings)
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def ensure_state(self) -> None:
-        """Makes the moments (zeros) of every owned page that has none yet."""
-        for experts in self.modules:
-            for plane in (Plane.MOMENT1, Plane.MOMENT2):
-                for page_id in self._make(experts, plane):
-                    experts.manager.page_tensor(page_id).zero_()
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Copies weights to fp32 masters: after weights were set from outside."""
         for experts in self.modules:
             if Plane.MASTER in experts.pages.dtypes:
-                for name, (weight, master) in self._owned_pages(experts, (Plane.WEIGHT, Plane.MASTER)):
-                    master.copy_(weight)
-                    self._mark(experts, Plane.MASTER, name)
+                for name in self.shards.owned(experts):
+                    self._copy_master(experts, name, create=False)
 
-    def _make(self, experts: PagedExperts, plane: Plane) -> list[int]:
-        names = self.shards.owned(experts)
-        experts.manager.reserve(experts.pages, plane, len(names))
-        created: list[int] = experts.manager.create_ids(experts.pages, plane, experts.page_ids(plane, names)).tolist()
-        return created
+    @torch.no_grad()
+    def _copy_master(self, experts: PagedExperts, name: PageName, *, create: bool) -> None:
+        with experts.lease(Plane.WEIGHT, [name]) as weights:
+            if create:
+                experts.manager.create_ids(experts.pages, Plane.MASTER, experts.page_ids(Plane.MASTER, [name]))
+            with experts.lease(Plane.MASTER, [name]) as masters:
+                masters.page(*name).copy_(weights.page(*name))
+                masters.mark_dirty()
 
-    def _owned_pages(
-        self, experts: PagedExperts, planes: Sequence[Plane]
-    ) -> Iterator[tuple[PageName, tuple[torch.Tensor, ...]]]:
-        """Each owned page's elements in ``planes``, leased while it is the current item."""
-        for name in self.shards.owned(experts):
-            leases = [experts.lease(plane, [name]) for plane in planes]
-            try:
-                yield name, tuple(lease.page(*name) for lease in leases)
-            finally:
-                for lease in leases:
-                    lease.release()
-
-    def _mark(self, experts: PagedExperts, plane: Plane, name: PageName) -> None:
-        experts.manager.table.dirty[experts.page_ids(plane, [name])] = True
-
-    # -- step --------------------------------------------------------------------------------------------------------
+    # -- step ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, *, clip_coefficient: float | None = None) -> None:
-        """One applied step of every page.
+        """One applied step.
 
-        Gradients are multiplied by ``clip_coefficient`` first, in place, where it is given. Experts without a gradient
-        page take a step of zero gradient: their moments decay and their weights with them. A collective of the shards'
-        group where state is sharded: updated weights go to every rank.
+        Gradients are multiplied by ``clip_coefficient`` first where it is given. Pages without a gradient wait (see
+        [Note: deferred steps]). A collective of the shards' group where state is sharded: updated weights go to every
+        rank.
         """
-        self.ensure_state()
         self.num_steps += 1
-        records = [self._record(index) for index in range(len(self.param_groups))]
+        for index in range(len(self.param_groups)):
+            self._record(index)
         for experts in self.modules:
-            self._step_module(experts, records, clip_coefficient)
+            present = experts.manager.present(experts.pages, Plane.GRADIENT)
+            owned = self.shards.owned(experts)
+            for name, pages in self._state(experts, [n for n in owned if present[n]], gradient=True):
+                self._step_page(experts, name, pages, clip_coefficient)
+            late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
+            for name, pages in self._state(experts, late, gradient=False):
+                self._replay_page(experts, name, pages, up_to=self.num_steps)
             self.sync_weights(experts)
+        for index in range(len(self.param_groups)):
+            self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
 
-    def _record(self, index: int) -> StepRecord:
+    def _record(self, index: int) -> None:
         group = self.param_groups[index]
         beta1, beta2 = group["betas"]
         record = StepRecord(
@@ -136,80 +142,130 @@ class PagedAdam:
             eps=float(group["eps"]),
         )
         self.history.append(index, record)
-        return record
 
-    def _step_module(self, experts: PagedExperts, records: list[StepRecord], clip: float | None) -> None:
-        manager, master = experts.manager, master_plane(experts)
-        has_gradient = manager.present(experts.pages, Plane.GRADIENT)
-        planes = (master, Plane.MOMENT1, Plane.MOMENT2)
-        for name, (p, m, v) in self._owned_pages(experts, planes):
-            gradient = None
-            if has_gradient[name]:
-                with experts.lease(Plane.GRADIENT, [name]) as lease:
-                    gradient = lease.page(*name)
-                    # Stock copies a narrower gradient to fp32 before it clips.
-                    gradient = gradient if gradient.dtype is torch.float32 else gradient.float()
-                    if clip is not None:
-                        gradient.mul_(clip)
-                    self._step_page(experts, name, (p, m, v), gradient, records)
-            else:
-                self._step_page(experts, name, (p, m, v), None, records)
-            if master is Plane.MASTER:
-                with experts.lease(Plane.WEIGHT, [name]) as lease:
-                    lease.page(*name).copy_(p)
-                    lease.mark_dirty()
-            for plane in planes:
-                self._mark(experts, plane, name)
-            manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = self.num_steps
+    def _last_step(self, experts: PagedExperts, name: PageName) -> int:
+        return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
+
+    def _lag(self, experts: PagedExperts, name: PageName) -> int:
+        return self.num_steps - self._last_step(experts, name)
+
+    def _state(
+        self, experts: PagedExperts, names: list[PageName], *, gradient: bool
+    ) -> Iterator[tuple[PageName, dict[Plane, torch.Tensor]]]:
+        """Sweeps pages with all planes that a step reads and writes; moments are made as zeros."""
+        planes = [Plane.WEIGHT, *MOMENTS]
+        planes += [Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else []
+        planes += [Plane.GRADIENT] if gradient else []
+        sweep = experts.manager.sweep(experts.pages, names, planes=planes, phase=Phase.STEP, write=True, zeros=MOMENTS)
+        for name, tensors in sweep:
+            yield name, dict(zip(planes, tensors, strict=True))
 
     def _step_page(
-        self,
-        experts: PagedExperts,
-        name: PageName,
-        state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        gradient: torch.Tensor | None,
-        records: list[StepRecord],
+        self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], clip: float | None
     ) -> None:
-        binding = self.bindings[experts]
-        cut = experts.layout.matrix_numel(name[1])
+        self._replay_page(experts, name, pages, up_to=self.num_steps - 1)
+        # Stock copies a narrower gradient to fp32 before it clips.
+        gradient = pages[Plane.GRADIENT]
+        gradient = gradient if gradient.dtype is torch.float32 else gradient.float()
+        if clip is not None:
+            gradient.mul_(clip)
+        p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
+        for region, group in self._regions(experts, name):
+            record = self.history.since(group, self.num_steps - 1)[0]
+            self.arithmetic.step(p=p[region], m=m[region], v=v[region], g=gradient[region], record=record)
+        self._applied(experts, name, pages)
+
+    def _replay_page(
+        self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], *, up_to: int
+    ) -> None:
+        """Applies the steps of zero gradient that a page has missed, up to step ``up_to``."""
+        last = self._last_step(experts, name)
+        if last >= up_to:
+            return
+        p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
+        for region, group in self._regions(experts, name):
+            records = self.history.since(group, last)[: up_to - last]
+            self.arithmetic.replay(p=p[region], m=m[region], v=v[region], records=records)
+        self._applied(experts, name, pages, step=up_to)
+
+    def _applied(
+        self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], step: int | None = None
+    ) -> None:
+        if Plane.MASTER in pages:
+            pages[Plane.WEIGHT].copy_(pages[Plane.MASTER])
+        step = self.num_steps if step is None else step
+        experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = step
+
+    def _regions(self, experts: PagedExperts, name: PageName) -> list[tuple[slice, int]]:
+        """The regions of a page and their parameter groups."""
+        binding, cut = self.bindings[experts], experts.layout.matrix_numel(name[1])
         regions = [(slice(0, cut), binding.weights)]
         if binding.biases is not None:
-            regions.append((slice(cut, state[0].numel()), binding.biases))
-        for region, group in regions:
-            p, m, v = (t[region] for t in state)
-            if gradient is None:
-                self.arithmetic.idle(p=p, m=m, v=v, record=records[group])
-            else:
-                self.arithmetic.step(p=p, m=m, v=v, g=gradient[region], record=records[group])
+            regions.append((slice(cut, experts.layout.page_numel(name[1])), binding.biases))
+        return regions
+
+    # -- catching up ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
+        """Replays what the weight pages ``page_ids`` of a module have missed; called before they are read."""
+        experts = self._by_module.get(module.entry.module)
+        if experts is None:
+            return
+        for page_id in page_ids[experts.manager.table.last_step[page_ids] < self.num_steps].tolist():
+            key = experts.manager.key(page_id)
+            self._catch_up_page(experts, (key.expert, key.slice))
+
+    def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
+        planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
+        has_moments = bool(experts.manager.present(experts.pages, Plane.MOMENT1)[name])
+        planes += MOMENTS if has_moments else ()
+        with ExitStack() as stack:
+            leases = {plane: stack.enter_context(experts.lease(plane, [name])) for plane in planes}
+            pages = {plane: lease.page(*name) for plane, lease in leases.items()}
+            for plane in MOMENTS if not has_moments else ():
+                pages[plane] = torch.zeros_like(pages[master_plane(experts)])
+            self._replay_page(experts, name, pages, up_to=self.num_steps)
+            for lease in leases.values():
+                lease.mark_dirty()
+
+    def catch_up_all(self) -> None:
+        """Brings every owned page up to date."""
+        for experts in self.modules:
+            for name in self.shards.owned(experts):
+                self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
 
     # -- weights and state as seen from outside ----------------------------------------------------------------------
 
     @torch.no_grad()
     def sync_weights(self, experts: PagedExperts) -> None:
         """Sends every owner's weight pages to the other ranks of the group. A collective where state is sharded."""
-        self._exchange(experts, Plane.WEIGHT, write_back=True)
-
-    def _exchange(self, experts: PagedExperts, plane: Plane, *, write_back: bool) -> dict[PageName, torch.Tensor]:
-        received: dict[PageName, torch.Tensor] = {}
-
-        def page(name: PageName) -> torch.Tensor:
-            return experts.manager.page_tensor(int(experts.page_ids(plane, [name])[0]))
 
         def write(name: PageName, part: torch.Tensor) -> None:
-            if write_back:
-                page(name).copy_(part)
-            else:
-                received[name] = part.clone()
+            with experts.lease(Plane.WEIGHT, [name]) as lease:
+                lease.page(*name).copy_(part)
+                lease.mark_dirty()
 
-        broadcast_owned(experts, self.shards, dtype=experts.pages.dtypes[plane], read=page, write=write)
-        return received
+        self._exchange(experts, Plane.WEIGHT, write)
+
+    def _exchange(self, experts: PagedExperts, plane: Plane, write: Callable[[PageName, torch.Tensor], None]) -> None:
+        def read(name: PageName, part: torch.Tensor) -> None:
+            if experts.manager.present(experts.pages, plane)[name]:
+                with experts.lease(plane, [name]) as lease:
+                    part.copy_(lease.page(*name))
+            else:
+                part.zero_()
+
+        broadcast_owned(experts, self.shards, dtype=experts.pages.dtypes[plane], read=read, write=write)
 
     @torch.no_grad()
     def squared_parameter_norm(self, experts: PagedExperts) -> float:
         """Sum of squares of a module's fp32 parameters (masters where there are any). A collective where sharded."""
         total = torch.zeros((), dtype=torch.float64)
-        for _, (page,) in self._owned_pages(experts, (master_plane(experts),)):
-            total += torch.linalg.vector_norm(page, dtype=torch.float32).double().square().cpu()
+        for name in self.shards.owned(experts):
+            self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+            with experts.lease(master_plane(experts), [name]) as lease:
+                total += torch.linalg.vector_norm(lease.page(*name), dtype=torch.float32).double().square().cpu()
         if self.shards.size > 1:
             total = total.to(experts.manager.arena.device)
             torch.distributed.all_reduce(total, group=self.shards.group)
@@ -220,20 +276,29 @@ class PagedAdam:
         """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
         if self.shards.size == 1 or plane is Plane.WEIGHT:
             return experts.dense(plane)
-        pages = self._exchange(experts, plane, write_back=False)
-        for name, (tensor,) in self._owned_pages(experts, (plane,)):
-            pages[name] = tensor.clone()
         dtype = experts.pages.dtypes[plane]
-        tensors = {t.name: torch.empty(t.shape, dtype=dtype) for t in experts.names.tensors()}
-        experts.names.gather(pages, tensors)
+        tensors = {t.name: torch.zeros(t.shape, dtype=dtype) for t in experts.names.tensors()}
+
+        def write(name: PageName, part: torch.Tensor) -> None:
+            experts.names.gather({name: part}, tensors)
+
+        self._exchange(experts, plane, write)
+        for name in self.shards.owned(experts):
+            if experts.manager.present(experts.pages, plane)[name]:
+                with experts.lease(plane, [name]) as lease:
+                    write(name, lease.page(*name))
         return tensors
 
     @torch.no_grad()
     def load_dense(self, experts: PagedExperts, plane: Plane, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies named tensors into the owned pages of a plane."""
-        for name, (page,) in self._owned_pages(experts, (plane,)):
+        """Copies named tensors into the owned pages of a plane; absent moments are made as zeros first."""
+        wanted = [
+            n for n in self.shards.owned(experts) if any(i.tensor.name in tensors for i in experts.names.of_page(*n))
+        ]
+        zeros = MOMENTS if plane in MOMENTS else ()
+        sweep = experts.manager.sweep(experts.pages, wanted, planes=(plane,), phase=Phase.IDLE, write=True, zeros=zeros)
+        for name, (page,) in sweep:
             experts.names.scatter(tensors, {name: page})
-            self._mark(experts, plane, name)
 
     def set_num_steps(self, steps: int) -> None:
         """Sets the number of applied steps, as read from a checkpoint whose pages have all seen them."""

@@ -28,6 +28,8 @@ MIB = 1024 * KIB
 MIN_PAGE_BYTES = 64 * KIB
 MAX_PAGE_BYTES = 64 * MIB
 DEFAULT_PAGE_BYTES = 16 * MIB
+SLOT_ALIGNMENT = 4096
+"""Bytes; slots begin and end at multiples of it, which direct io asks for."""
 ROW_TILE = 16
 """Neurons of a page are a multiple of this (the smallest matrix-instruction tile), unless a page is a whole expert."""
 
@@ -82,8 +84,13 @@ class SlotClass:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one slot."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of one slot, rounded up to the alignment."""
+        return -(-self.numel * self.dtype.itemsize // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def stride(self) -> int:
+        """Elements from one slot to the next."""
+        return self.nbytes // self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ class NamedTensors:
         self.num_experts = num_experts
         self.style = style
         self._slices = tuple(self._build())
+        by_page: dict[tuple[int, int], list[NamedSlice]] = {}
+        for item in self._slices:
+            by_page.setdefault((item.expert, item.slice), []).append(item)
+        self._by_page = {name: tuple(items) for name, items in by_page.items()}
 
     def named_slices(self) -> tuple[NamedSlice, ...]:
         """Every part of every page with its place, ordered by (expert, slice, part)."""
@@ -75,6 +79,10 @@ class NamedTensors:
     def of_expert(self, expert: int) -> Iterator[NamedSlice]:
         """The slices of one expert."""
         return (s for s in self._slices if s.expert == expert)
+
+    def of_page(self, expert: int, slice_: int) -> tuple[NamedSlice, ...]:
+        """The parts of one page."""
+        return self._by_page[expert, slice_]
 
     def tensors(self) -> tuple[NamedTensor, ...]:
         """The named tensors in the order of the stock module's ``named_parameters()``."""

@@ -127,6 +127,11 @@ class PageNumbering:
         first = entry.first_index + np.asarray(experts, dtype=np.int64) * entry.num_slices
         return (first[:, None] + np.arange(entry.num_slices)).reshape(-1) * len(Plane) + int(plane)
 
+    def modules_of(self, indices: np.ndarray) -> np.ndarray:
+        """Module ids of page indices (page id without its plane)."""
+        found: np.ndarray = np.searchsorted(np.asarray(self._first), indices, side="right") - 1
+        return found
+
     def key(self, page_id: int) -> PageKey:
         """The inverse of :meth:`page_id`."""
         if not 0 <= page_id < self.num_pages:

@@ -6,6 +6,7 @@ import enum
 
 import numpy as np
 
+from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.planes import PageNumbering
 from megascale_omni.paging.tiers import TierKind
 
@@ -15,41 +16,80 @@ class PageState(enum.Enum):
 
     ABSENT = "absent"  # no bytes anywhere; a gradient page before its expert's first token
     ACTIVE = "active"  # in the device arena; can be leased
+    COLD = "cold"  # in host memory
+    EVICTED = "evicted"  # on disk
+
+
+_STATES = {
+    TierKind.ABSENT: PageState.ABSENT,
+    TierKind.DEVICE: PageState.ACTIVE,
+    TierKind.HOST: PageState.COLD,
+    TierKind.DISK: PageState.EVICTED,
+}
 
 
 class PageTable:
-    """Rows of all pages. The manager alone writes it.
+    """Rows of all pages. The manager and its pager alone write it.
 
-    Columns: ``tier`` (TierKind), ``slot`` (-1 where absent), ``dirty`` (differs from every slower copy), ``pins``
-    (leases that hold the page), ``last_step`` (number of the last optimizer step applied; kept in the weight plane's
-    row).
+    Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
+    current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied) and ``active``
+    (its expert got tokens when its module was last visited), both kept in the weight plane's row, ``last_use`` (a
+    counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the disk file, -1 none).
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
         self.numbering = numbering
+        self.classes: list[SlotClass] = []
         self.tier = np.zeros(0, dtype=np.int8)
         self.slot = np.zeros(0, dtype=np.int32)
         self.dirty = np.zeros(0, dtype=np.bool_)
         self.pins = np.zeros(0, dtype=np.int16)
         self.last_step = np.zeros(0, dtype=np.int32)
+        self.active = np.zeros(0, dtype=np.bool_)
+        self.last_use = np.zeros(0, dtype=np.int64)
+        self.class_index = np.zeros(0, dtype=np.int16)
+        self.disk_offset = np.zeros(0, dtype=np.int64)
 
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
         more = self.numbering.num_pages - len(self.tier)
-        self.tier = np.concatenate([self.tier, np.full(more, TierKind.ABSENT, dtype=np.int8)])
-        self.slot = np.concatenate([self.slot, np.full(more, -1, dtype=np.int32)])
-        self.dirty = np.concatenate([self.dirty, np.zeros(more, dtype=np.bool_)])
-        self.pins = np.concatenate([self.pins, np.zeros(more, dtype=np.int16)])
-        self.last_step = np.concatenate([self.last_step, np.zeros(more, dtype=np.int32)])
+        fill = {"tier": TierKind.ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1, "active": True}
+        names = ("tier", "slot", "dirty", "pins", "last_step", "active", "last_use", "class_index", "disk_offset")
+        for name in names:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.full(more, fill.get(name, 0), dtype=column.dtype)]))
+
+    def index_of(self, slot_class: SlotClass) -> int:
+        """The number of a slot class; a new one gets the next."""
+        if slot_class not in self.classes:
+            self.classes.append(slot_class)
+        return self.classes.index(slot_class)
+
+    def slot_class(self, page_id: int) -> SlotClass:
+        """The slot class of a page. RuntimeError where its module has no such plane."""
+        index = self.class_index[page_id]
+        if index < 0:
+            raise RuntimeError(f"there is no {self.numbering.describe(page_id)}: its module does not have this plane")
+        return self.classes[index]
 
     def state(self, page_id: int) -> PageState:
         """The state of one page."""
-        return PageState.ABSENT if self.tier[page_id] == TierKind.ABSENT else PageState.ACTIVE
+        return _STATES[TierKind(self.tier[page_id])]
 
     def place(self, page_id: int, *, tier: TierKind, slot: int) -> None:
         """Records that an absent page now has bytes in ``slot`` of ``tier``."""
         if self.tier[page_id] != TierKind.ABSENT:
             raise RuntimeError(f"{self.numbering.describe(page_id)} is placed twice")
+        self.tier[page_id] = tier
+        self.slot[page_id] = slot
+
+    def move(self, page_id: int, *, tier: TierKind, slot: int) -> None:
+        """Records that an unpinned page's bytes are in another tier now."""
+        if self.tier[page_id] == TierKind.ABSENT or self.pins[page_id]:
+            raise RuntimeError(
+                f"{self.numbering.describe(page_id)} moves while it is {self.state(page_id).value} with "
+                f"{self.pins[page_id]} leases"
+            )
         self.tier[page_id] = tier
         self.slot[page_id] = slot
 

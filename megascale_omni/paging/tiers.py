@@ -1,7 +1,8 @@
-"""Where bytes are: tiers of slots behind one protocol. This file has the device arena.
+"""Where bytes are: tiers of slots. This file has the arenas (device and host memory); ``disk.py`` has the file.
 
 An arena is a list of *segments* for each slot class (see layout.SlotClass), so that it can grow and shrink without
-moving what it holds. Slots are numbered densely within a slot class, over its segments.
+moving what it holds. Slot ``s`` of a class is slot ``s % k`` of segment ``s // k``, ``k`` being the class's slots a
+segment. Slots begin at multiples of the alignment that direct io needs.
 """
 
 from __future__ import annotations
@@ -9,74 +10,62 @@ from __future__ import annotations
 import enum
 import heapq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from megascale_omni.paging.layout import MIB, SlotClass
+from megascale_omni.paging.layout import MIB, SLOT_ALIGNMENT, SlotClass
 
-SEGMENT_BYTES = 64 * MIB
-"""Segments are about this large, so that a plane which stays mostly empty (gradients) takes little memory."""
+SEGMENT_BYTES = 8 * MIB
+"""Segments are at most about this large (or one slot), so that memory follows the slots taken closely."""
 
 
 class TierKind(enum.IntEnum):
-    """Where a page's current bytes are; the order is from fast to slow. ``ABSENT`` pages have no bytes anywhere."""
+    """Where a page's authoritative bytes are; from nowhere over fast to slow."""
 
-    ABSENT = 0
-    DEVICE = 1
+    ABSENT = 0  # no bytes anywhere: a gradient page before its expert's first token
+    DEVICE = 1  # device arena; can be leased
+    HOST = 2  # host arena
+    DISK = 3  # disk file
 
 
-class Tier(Protocol):
-    """A place with slots. Slots are taken and given back by the manager only."""
-
-    kind: TierKind
-
-    def allocate(self, slot_class: SlotClass) -> int:
-        """Takes a free slot; contents are undefined. Raises MemoryError when the budget is used up."""
-        ...
-
-    def free(self, slot_class: SlotClass, slot: int) -> None:
-        """Gives a slot back. Raises RuntimeError when it is not taken."""
-        ...
-
-    def used(self, slot_class: SlotClass) -> int:
-        """Slots taken."""
-        ...
-
-    def capacity(self, slot_class: SlotClass) -> int:
-        """Slots there are, taken or free."""
-        ...
+class ArenaFull(MemoryError):
+    """No slot of a class is free and its limit is reached: something must leave first."""
 
 
 @dataclass
 class _SlotSpace:
-    """The segments and free slots of one slot class; lowest free slot first, so that experts lie together."""
+    """Segments and free slots of one slot class; lowest free slot first, so that pages lie together."""
 
-    segments: list[torch.Tensor] = field(default_factory=list)
-    first_slot: list[int] = field(default_factory=list)
+    slots_per_segment: int
+    segments: list[torch.Tensor | None] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
-    taken: bytearray = field(default_factory=bytearray)
+    taken: set[int] = field(default_factory=set)
+    limit: int | None = None
 
     @property
     def capacity(self) -> int:
-        return len(self.taken)
+        return self.slots_per_segment * sum(s is not None for s in self.segments)
 
 
-class DeviceArena:
-    """Slots in device memory (ordinary memory where there is no accelerator), under an optional byte budget.
+class Arena:
+    """Slots in device memory (ordinary memory where there is no accelerator) or in host memory.
 
-    ``poison`` fills every slot with NaN when it is taken, so that a test sees a page that is read before it was
-    written.
+    Args:
+        kind: DEVICE or HOST. device: of the memory. pin: page-locked memory (host arena beside an accelerator).
+        poison: fills every slot with NaN when it is taken, so that a test sees a page read before it was written.
     """
 
-    kind = TierKind.DEVICE
-
-    def __init__(self, *, device: torch.device, budget_bytes: int | None = None, poison: bool = False) -> None:
+    def __init__(
+        self, *, device: torch.device, kind: TierKind = TierKind.DEVICE, pin: bool = False, poison: bool = False
+    ) -> None:
+        self.kind = kind
         self.device = device
-        self.budget_bytes = budget_bytes
         self.poison = poison
+        self._pin = pin
         self._spaces: dict[SlotClass, _SlotSpace] = {}
         self._bytes = 0
+
+    # -- size ----------------------------------------------------------------------------------------------------------
 
     @property
     def bytes_reserved(self) -> int:
@@ -86,83 +75,124 @@ class DeviceArena:
     @property
     def bytes_used(self) -> int:
         """Bytes of all taken slots."""
-        return sum(self.used(c) * c.nbytes for c in self._spaces)
+        return sum(len(space.taken) * c.nbytes for c, space in self._spaces.items())
+
+    def set_limit(self, slot_class: SlotClass, slots: int | None) -> None:
+        """Allows at most ``slots`` taken slots of a class (None: any number). Taken slots beyond it stay taken."""
+        self._space(slot_class).limit = slots
+
+    def limit(self, slot_class: SlotClass) -> int | None:
+        """The limit of a class."""
+        return self._space(slot_class).limit
 
     def reserve(self, slot_class: SlotClass, slots: int) -> None:
-        """Makes sure that ``slots`` more slots can be taken, as one segment if they are not there yet.
+        """Makes segments until ``slots`` more slots are free, whatever the limit."""
+        space = self._space(slot_class)
+        while len(space.free) < slots:
+            self._grow(slot_class, space)
 
-        Raises:
-            MemoryError: the segment would exceed the budget.
-        """
-        space = self._spaces.setdefault(slot_class, _SlotSpace())
-        missing = slots - len(space.free)
-        if missing <= 0:
-            return
-        nbytes = missing * slot_class.nbytes
-        if self.budget_bytes is not None and self._bytes + nbytes > self.budget_bytes:
-            raise MemoryError(
-                f"device arena: {missing} more slots of {slot_class.nbytes} bytes exceed the budget of "
-                f"{self.budget_bytes} bytes ({self._bytes} in use)"
-            )
-        first = space.capacity
-        space.segments.append(torch.empty(missing, slot_class.numel, dtype=slot_class.dtype, device=self.device))
-        space.first_slot.append(first)
-        space.taken.extend(bytes(missing))
-        for slot in range(first, first + missing):
-            heapq.heappush(space.free, slot)
-        self._bytes += nbytes
+    def trim(self, slot_class: SlotClass) -> int:
+        """Returns the memory of segments without a taken slot beyond what the limit needs; the bytes returned."""
+        space = self._space(slot_class)
+        keep = -(-space.limit // space.slots_per_segment) if space.limit is not None else len(space.segments)
+        busy = {slot // space.slots_per_segment for slot in space.taken}
+        present = [i for i, segment in enumerate(space.segments) if segment is not None]
+        freed = 0
+        for index in [i for i in reversed(present) if i not in busy][: max(0, len(present) - keep)]:
+            space.segments[index] = None
+            freed += space.slots_per_segment * slot_class.nbytes
+        if freed:
+            space.free = [s for s in space.free if space.segments[s // space.slots_per_segment] is not None]
+            heapq.heapify(space.free)
+            self._bytes -= freed
+        return freed
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def has_room(self, slot_class: SlotClass) -> bool:
+        """Whether a slot can be taken now."""
+        space = self._space(slot_class)
+        return space.limit is None or len(space.taken) < space.limit
 
     def allocate(self, slot_class: SlotClass) -> int:
-        """Takes the lowest free slot, growing by a segment of about ``SEGMENT_BYTES`` where there is none."""
-        space = self._spaces.setdefault(slot_class, _SlotSpace())
+        """Takes the lowest free slot; contents are undefined. Raises ArenaFull at the limit."""
+        space = self._space(slot_class)
+        if not self.has_room(slot_class):
+            raise ArenaFull(f"{self.kind.name.lower()} arena: all {space.limit} slots of {slot_class} are taken")
         if not space.free:
-            self.reserve(slot_class, max(1, SEGMENT_BYTES // slot_class.nbytes))
+            self._grow(slot_class, space)
         slot = heapq.heappop(space.free)
-        space.taken[slot] = 1
+        space.taken.add(slot)
         if self.poison:
             self.tensor(slot_class, slot).fill_(torch.nan)
         return slot
 
     def free(self, slot_class: SlotClass, slot: int) -> None:
-        """Gives a slot back."""
+        """Gives a slot back. Raises RuntimeError when it is not taken."""
         space = self._spaces.get(slot_class)
-        if space is None or not 0 <= slot < space.capacity or not space.taken[slot]:
-            raise RuntimeError(f"device arena: slot {slot} of {slot_class} is not taken")
-        space.taken[slot] = 0
+        if space is None or slot not in space.taken:
+            raise RuntimeError(f"{self.kind.name.lower()} arena: slot {slot} of {slot_class} is not taken")
+        space.taken.remove(slot)
         heapq.heappush(space.free, slot)
 
     def tensor(self, slot_class: SlotClass, slot: int) -> torch.Tensor:
-        """The slot's memory, flat, ``slot_class.numel`` elements."""
+        """The whole slot, flat, ``slot_class.stride`` elements."""
         space = self._spaces[slot_class]
-        segment = 0
-        while segment + 1 < len(space.first_slot) and space.first_slot[segment + 1] <= slot:
-            segment += 1
-        return space.segments[segment][slot - space.first_slot[segment]]
+        segment = space.segments[slot // space.slots_per_segment]
+        assert segment is not None
+        return segment[slot % space.slots_per_segment]
 
     def used(self, slot_class: SlotClass) -> int:
         """Slots taken."""
-        return self.capacity(slot_class) - len(self._spaces[slot_class].free) if slot_class in self._spaces else 0
+        return len(self._space(slot_class).taken)
 
     def capacity(self, slot_class: SlotClass) -> int:
-        """Slots there are."""
-        return self._spaces[slot_class].capacity if slot_class in self._spaces else 0
+        """Slots there is memory for."""
+        return self._space(slot_class).capacity
 
     def slot_classes(self) -> tuple[SlotClass, ...]:
-        """The slot classes that have segments."""
+        """The slot classes known."""
         return tuple(self._spaces)
 
     def taken_slots(self, slot_class: SlotClass) -> list[int]:
         """All taken slots of a class, ascending."""
-        space = self._spaces.get(slot_class)
-        return [] if space is None else [s for s, t in enumerate(space.taken) if t]
+        return sorted(self._space(slot_class).taken)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless slots used + slots free = capacity, for each class, by independent counts."""
+        """Raises RuntimeError unless slots used + slots free = capacity, for each class."""
         for slot_class, space in self._spaces.items():
-            used, free, capacity = sum(space.taken), len(set(space.free)), space.capacity
-            in_segments = sum(s.shape[0] for s in space.segments)
-            if used + free != capacity or in_segments != capacity or len(space.free) != free:
+            used, free, capacity = len(space.taken), len(set(space.free)), space.capacity
+            if used + free != capacity or len(space.free) != free or space.taken & set(space.free):
                 raise RuntimeError(
-                    f"device arena, {slot_class}: used + free = capacity does not hold: {used} + {free} != {capacity} "
-                    f"({in_segments} slots in segments, {len(space.free)} entries in the free list)"
+                    f"{self.kind.name.lower()} arena, {slot_class}: used + free = capacity does not hold: "
+                    f"{used} + {free} != {capacity} ({len(space.free)} entries in the free list)"
                 )
+
+    def _space(self, slot_class: SlotClass) -> _SlotSpace:
+        space = self._spaces.get(slot_class)
+        if space is None:
+            space = self._spaces[slot_class] = _SlotSpace(max(1, SEGMENT_BYTES // slot_class.nbytes))
+        return space
+
+    def _grow(self, slot_class: SlotClass, space: _SlotSpace) -> None:
+        shape = (space.slots_per_segment, slot_class.stride)
+        segment = _aligned_empty(shape, dtype=slot_class.dtype, device=self.device, pin=self._pin)
+        if None in space.segments:
+            index = space.segments.index(None)
+            space.segments[index] = segment
+        else:
+            index = len(space.segments)
+            space.segments.append(segment)
+        for slot in range(index * space.slots_per_segment, (index + 1) * space.slots_per_segment):
+            heapq.heappush(space.free, slot)
+        self._bytes += space.slots_per_segment * slot_class.nbytes
+
+
+def _aligned_empty(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
+    """An uninitialised tensor that begins at a multiple of the slot alignment (on a CPU; a device aligns by itself)."""
+    numel, itemsize = shape[0] * shape[1], dtype.itemsize
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
+    start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize
+    return raw[start : start + numel].view(shape)

@@ -1,0 +1,203 @@
+"""The disk tier: one scratch file, every page at a place of its own.
+
+[Note: scratch file]
+The file is preallocated, so that a full disk is an error at start and not in mid-run, and has no name: it is opened
+nameless where the file system can (O_TMPFILE) and unlinked at once otherwise, so that nothing is left behind whatever
+ends the process. Reads and writes are direct where the file system allows it: going through the page cache would make
+the cache grow by the whole state. Every page has a checksum, taken when it is written and checked when it is read;
+bytes that do not match are never handed out.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+
+from megascale_omni.config import Checksum
+
+logger = logging.getLogger(__name__)
+
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class PageIoError(OSError):
+    """A page could not be read or written, or what was read is not what was written. Names the page."""
+
+
+class DiskFile:
+    """A nameless, preallocated scratch file in ``folder`` (see [Note: scratch file]).
+
+    Reads and writes may come from several threads; two on the same page at once may not.
+
+    Raises:
+        ValueError: the folder is not there, not writable, or has no room for what :meth:`reserve` asks for.
+    """
+
+    def __init__(self, folder: str | Path, *, checksum: Checksum = "auto") -> None:
+        self.folder = Path(folder)
+        self.checksum_name, self._digest = _digest(checksum)
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"disk path {self.folder} is not a folder; create it, or give another --megascale-disk-path"
+            )
+        self.file_system = file_system_of(self.folder)
+        if self.file_system in MEMORY_FILE_SYSTEMS:
+            logger.warning(
+                "disk path %s is on %s, which is memory: pages put there free no memory; "
+                "give a folder on a disk with --megascale-disk-path",
+                self.folder,
+                self.file_system,
+            )
+        self._fd, self.direct = _open_nameless(self.folder)
+        self._size = 0
+        self._sums: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes reserved."""
+        return self._size
+
+    def reserve(self, nbytes: int) -> int:
+        """Adds ``nbytes`` to the file, on disk at once; the offset of the first of them."""
+        offset = self._size
+        try:
+            os.posix_fallocate(self._fd, offset, nbytes)
+        except OSError as error:
+            free = os.statvfs(self.folder)
+            raise ValueError(
+                f"disk path {self.folder} has no room for the experts' pages: {offset + nbytes} bytes are needed, "
+                f"{free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}); free some, or give another "
+                "--megascale-disk-path"
+            ) from error
+        self._size += nbytes
+        return offset
+
+    def write(self, offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
+        """Writes a whole slot. Raises PageIoError naming the page."""
+        data = _bytes_of(slot)
+        total, done = len(data), 0
+        try:
+            while done < total:
+                count = self._pwrite(data[done:], offset + done)
+                if count <= 0:
+                    raise PageIoError(errno.EIO, f"wrote {done} of {total} bytes")
+                done += count
+        except OSError as error:
+            raise PageIoError(error.errno, f"writing the {name()} failed: {error.strerror or error}") from error
+        digest = self._digest(data) if self._digest else 0
+        with self._lock:
+            self._sums[offset] = digest
+            self.bytes_written += total
+
+    def read(self, offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
+        """Reads a whole slot. Raises PageIoError naming the page, also where the checksum does not match."""
+        data = _bytes_of(slot)
+        total, done = len(data), 0
+        try:
+            while done < total:
+                count = self._pread(data[done:], offset + done)
+                if count <= 0:
+                    raise PageIoError(errno.EIO, f"the file ends after {done} of {total} bytes")
+                done += count
+        except OSError as error:
+            raise PageIoError(error.errno, f"reading the {name()} failed: {error.strerror or error}") from error
+        if self._digest and self._digest(data) != self._sums[offset]:
+            raise PageIoError(
+                errno.EILSEQ,
+                f"reading the {name()} failed: its {self.checksum_name} checksum does not match what was written",
+            )
+        with self._lock:
+            self.bytes_read += total
+
+    def close(self) -> None:
+        """Closes the file, which removes it. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _pwrite(self, data: np.ndarray, offset: int) -> int:
+        return os.pwritev(self._fd, [data], offset)  # type: ignore[list-item]
+
+    def _pread(self, data: np.ndarray, offset: int) -> int:
+        return os.preadv(self._fd, [data], offset)  # type: ignore[list-item]
+
+
+def _bytes_of(slot: torch.Tensor) -> np.ndarray:
+    view: np.ndarray = slot.view(torch.uint8).numpy()
+    return view
+
+
+def _open_nameless(folder: Path) -> tuple[int, bool]:
+    """A file descriptor, and whether it does direct io."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    for direct in (getattr(os, "O_DIRECT", 0), 0):
+        try:
+            return os.open(folder, flags | direct | os.O_TMPFILE, 0o600), bool(direct)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                raise ValueError(
+                    f"disk path {folder} cannot be written: {error.strerror}; give another --megascale-disk-path"
+                ) from error
+    for direct in (getattr(os, "O_DIRECT", 0), 0):
+        try:
+            fd, path = tempfile.mkstemp(dir=folder, prefix=".megascale-")
+            os.close(fd)
+            try:
+                return os.open(path, flags | direct, 0o600), bool(direct)
+            finally:
+                os.unlink(path)
+        except OSError as error:
+            if not direct:
+                raise ValueError(
+                    f"disk path {folder} cannot be written: {error.strerror}; give another --megascale-disk-path"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def file_system_of(folder: Path) -> str:
+    """Type of the file system that holds ``folder``, e.g. ``ext4``; ``unknown`` where the system does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    best, kind = "", "unknown"
+    resolved = str(folder.resolve())
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount = fields.split()[4].encode().decode("unicode_escape")
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, rest.split()[0]
+    return kind
+
+
+def _digest(checksum: Checksum) -> tuple[str, Callable[[np.ndarray], int] | None]:
+    """Name and function of a checksum; ``auto`` is xxh3 where the package xxhash is installed, crc32 otherwise."""
+    if checksum not in get_args(Checksum):
+        raise ValueError(f"page checksum {checksum!r} is unknown; choose one of {', '.join(get_args(Checksum))}")
+    if checksum == "off":
+        return "off", None
+    if checksum != "crc32":
+        try:
+            import xxhash
+        except ImportError:
+            if checksum == "xxh3":
+                raise ImportError(
+                    "page checksum 'xxh3' needs xxhash: pip install 'megascale[paging]', or use crc32"
+                ) from None
+        else:
+            return "xxh3", lambda data: int(xxhash.xxh3_64_intdigest(data))
+    return "crc32", lambda data: zlib.crc32(data)

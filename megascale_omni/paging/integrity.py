@@ -1,0 +1,57 @@
+"""The page table's invariants, checked by counting everything again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.table import PageTable
+from megascale_omni.paging.tiers import Arena, TierKind
+
+if TYPE_CHECKING:
+    from megascale_omni.paging.pager import Pager
+
+
+def check_integrity(table: PageTable, pager: Pager) -> None:
+    """Raises RuntimeError, with the equation, unless
+
+    slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page is
+    in the device arena; no pin count is negative; a page on disk is clean and has a place there.
+    """
+    for arena in (pager.tiers.device, pager.tiers.host):
+        arena.check_integrity()
+        _check_owners(table, pager, arena)
+    pinned_away = np.nonzero((table.pins > 0) & (table.tier != TierKind.DEVICE))[0]
+    if len(pinned_away):
+        raise RuntimeError(f"{table.numbering.describe(int(pinned_away[0]))} is pinned but not ACTIVE")
+    if (table.pins < 0).any():
+        raise RuntimeError("a page has a negative pin count")
+    lost = np.nonzero((table.tier == TierKind.DISK) & (table.dirty | (table.disk_offset < 0)))[0]
+    if len(lost):
+        raise RuntimeError(f"{table.numbering.describe(int(lost[0]))} is on disk, but its bytes there are not current")
+
+
+def _check_owners(table: PageTable, pager: Pager, arena: Arena) -> None:
+    owners: dict[tuple[SlotClass, int], int] = {}
+
+    def claim(page_id: int, slot: int) -> None:
+        place = (table.slot_class(page_id), slot)
+        if place in owners:
+            names = f"{table.numbering.describe(owners[place])} and {table.numbering.describe(page_id)}"
+            raise RuntimeError(f"slot {slot} of {place[0]} has two owners: {names}")
+        owners[place] = page_id
+
+    for page_id in np.nonzero(table.tier == arena.kind)[0].tolist():
+        claim(page_id, int(table.slot[page_id]))
+    for page_id, slot, target in pager.slots_on_their_way():
+        if target is arena.kind:
+            claim(page_id, slot)
+    for slot_class in arena.slot_classes():
+        owned = sorted(slot for c, slot in owners if c == slot_class)
+        if owned != arena.taken_slots(slot_class):
+            raise RuntimeError(
+                f"{arena.kind.name.lower()} arena, {slot_class}: slots owned by pages = slots taken does not hold: "
+                f"{len(owned)} != {len(arena.taken_slots(slot_class))}"
+            )

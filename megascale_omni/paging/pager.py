@@ -1,0 +1,358 @@
+"""The pager: brings pages to the device arena and lets others leave, as the policy says.
+
+[Note: life of a page]
+    ABSENT --create--> DEVICE --evict--> HOST or DISK --load--> DEVICE ...            (tier column)
+A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one) or LEAVING
+(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them). A page that is
+wanted while it is leaving stays where it is once the save has ended. ``dirty`` says that the disk does not hold the
+current bytes; a clean page leaves without a write. All of this happens on the main thread; io threads only move bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megascale_omni.paging.copies import Copier
+from megascale_omni.paging.disk import DiskFile, PageIoError
+from megascale_omni.paging.forecast import FAR, Forecast
+from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.mover import Mover
+from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.residency import Candidates, choose_victims
+from megascale_omni.paging.table import PageTable
+from megascale_omni.paging.tiers import Arena, TierKind
+
+VICTIMS_AT_ONCE = 8
+
+
+class FlightKind(enum.Enum):
+    """Which way a page is going."""
+
+    LOADING = "loading"
+    LEAVING = "leaving"
+
+
+@dataclass
+class Flight:
+    """A page on its way: its job, the slot it goes to, and (LEAVING) where its bytes go."""
+
+    kind: FlightKind
+    future: Future[None]
+    slot: int
+    target: TierKind = TierKind.DEVICE
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The places pages can be in. ``host`` has no slots and ``disk`` is None where everything is resident."""
+
+    device: Arena
+    host: Arena
+    disk: DiskFile | None
+    mover: Mover | None
+    copier: Copier
+
+
+class Pager:
+    """Moves pages between tiers. See [Note: life of a page]."""
+
+    def __init__(self, table: PageTable, tiers: Tiers, forecast: Forecast) -> None:
+        self.table = table
+        self.tiers = tiers
+        self.forecast = forecast
+        self.cursor: tuple[int, float] | None = None  # (module, fraction) reached by the current visit
+        self.counts: Counter[str] = Counter()
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._flights: dict[int, Flight] = {}
+        self._wanted: deque[int] = deque()
+        self._keep: frozenset[int] = frozenset()
+        self._clock = 0
+        self.on_move: Callable[[int], None] = lambda page_id: None
+
+    def slots_on_their_way(self) -> list[tuple[int, int, TierKind]]:
+        """Slots taken by flights: (page, slot, tier the page is going to); a page going to disk takes none."""
+        return [(p, f.slot, f.target) for p, f in self._flights.items() if f.slot >= 0]
+
+    # -- what others see -----------------------------------------------------------------------------------------------
+
+    @property
+    def can_evict(self) -> bool:
+        """Whether pages ever leave; without a disk everything stays."""
+        return self.tiers.disk is not None
+
+    def tensor(self, page_id: int) -> torch.Tensor:
+        """The whole slot of a page in the device arena."""
+        return self._tensors[page_id]
+
+    def create(self, page_id: int) -> None:
+        """Gives an absent page a slot; contents are undefined."""
+        slot = self._take_slot(self.table.slot_class(page_id), wait=True)
+        assert slot is not None
+        self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
+        self.table.dirty[page_id] = True
+        self._arrived(page_id, slot)
+        self.counts["pages_created"] += 1
+
+    def drop(self, page_id: int) -> None:
+        """Makes an unpinned page absent, wherever it is; its contents are gone."""
+        if page_id in self._flights:
+            self._finish(page_id)
+        tier, slot_class = TierKind(self.table.tier[page_id]), self.table.slot_class(page_id)
+        slot = self.table.remove(page_id)
+        if tier is TierKind.DEVICE:
+            self._left(page_id)
+            self.tiers.device.free(slot_class, slot)
+        elif tier is TierKind.HOST:
+            self.tiers.host.free(slot_class, slot)
+        self.counts["pages_dropped"] += 1
+
+    def ensure(self, page_ids: np.ndarray) -> None:
+        """Brings pages to the device arena and waits for them.
+
+        Raises:
+            PageIoError: bytes could not be read, or are not those written. RuntimeError: no room, all is pinned.
+        """
+        self._clock += 1
+        self.table.last_use[page_ids] = self._clock
+        if not self.can_evict:
+            return
+        away = page_ids[self.table.tier[page_ids] != TierKind.DEVICE].tolist()
+        flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
+        if not away and not flying:
+            return
+        self._keep = frozenset(page_ids.tolist())
+        try:
+            for page_id in away:
+                if page_id not in self._flights:
+                    self.counts["page_faults"] += 1
+                    self._load(page_id, wait=True)
+            for page_id in self._keep & self._flights.keys():
+                self._finish(page_id)
+            self._serve_wanted()  # while these pages are kept: they are pinned only after this call
+        finally:
+            self._keep = frozenset()
+
+    def prefetch(self, page_ids: Iterable[int]) -> None:
+        """Starts loading pages as far as there is room, without waiting; the rest follows as room appears."""
+        if self.can_evict:
+            self._wanted = deque(p for p in page_ids if self._is_away(p))
+            self._reap()
+            self._serve_wanted()
+
+    def settle(self) -> None:
+        """Waits until nothing is on its way."""
+        self._wanted.clear()
+        for page_id in list(self._flights):
+            self._finish(page_id)
+
+    def evict_down(self, slot_class: SlotClass) -> None:
+        """Lets pages of a class leave until it is within its limit, and returns the memory."""
+        limit = self.tiers.device.limit(slot_class)
+        while limit is not None and self.tiers.device.used(slot_class) > limit:
+            self._make_room(slot_class, wait=True, needed_before=-np.inf)
+        self.tiers.device.trim(slot_class)
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def _is_away(self, page_id: int) -> bool:
+        return self.table.tier[page_id] in (TierKind.HOST, TierKind.DISK) and page_id not in self._flights
+
+    def _load(self, page_id: int, *, wait: bool) -> bool:
+        """Starts a load; False when there is no room and ``wait`` is not asked for."""
+        slot_class = self.table.slot_class(page_id)
+        needed = np.inf if wait else float(self.next_use(np.asarray([page_id]))[0])
+        slot = self._take_slot(slot_class, wait=wait, needed_before=-np.inf if wait else needed)
+        if slot is None:
+            return False
+        target = self.tiers.device.tensor(slot_class, slot)
+        source, mover = TierKind(self.table.tier[page_id]), self.tiers.mover
+        assert mover is not None
+        if source is TierKind.HOST:
+            held = self.tiers.host.tensor(slot_class, int(self.table.slot[page_id]))
+            future = mover.read(lambda: self.tiers.copier.copy(held, target))
+        else:
+            offset, disk = int(self.table.disk_offset[page_id]), self.tiers.disk
+            assert disk is not None
+            future = mover.read(
+                lambda: self.tiers.copier.from_disk(disk, offset, target, name=lambda: self._name(page_id))
+            )
+        self._flights[page_id] = Flight(FlightKind.LOADING, future, slot)
+        self.counts["pages_loaded"] += 1
+        self.counts["bytes_loaded"] += slot_class.nbytes
+        return True
+
+    def _serve_wanted(self) -> None:
+        while self._wanted:
+            page_id = self._wanted[0]
+            if self._is_away(page_id) and not self._load(page_id, wait=False):
+                return
+            self._wanted.popleft()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _take_slot(self, slot_class: SlotClass, *, wait: bool, needed_before: float = -np.inf) -> int | None:
+        while not self.tiers.device.has_room(slot_class):
+            if not self._make_room(slot_class, wait=wait, needed_before=needed_before) and not wait:
+                return None
+        return self.tiers.device.allocate(slot_class)
+
+    def _make_room(self, slot_class: SlotClass, *, wait: bool, needed_before: float) -> bool:
+        """One attempt to free slots of a class: reaps, evicts, waits. Whether there may be room now."""
+        device = self.tiers.device
+        used = device.used(slot_class)
+        self._reap()
+        if device.used(slot_class) < used:
+            return True
+        flights = [(p, f) for p, f in self._flights.items() if self.table.slot_class(p) == slot_class]
+        leaving = [f.future for _, f in flights if f.kind is FlightKind.LEAVING]
+        if wait or not leaving:
+            at_once = 1 + min(VICTIMS_AT_ONCE, (device.limit(slot_class) or 0) // 8) - len(leaving)
+            for victim in self._victims(slot_class, count=max(0 if leaving else 1, at_once), before=needed_before):
+                self._evict(victim)
+        if device.used(slot_class) < used:
+            return True
+        if not wait:
+            return False
+        assert self.tiers.mover is not None
+        leaving = [
+            f.future for p, f in self._flights.items() if f.kind is FlightKind.LEAVING and self._is(p, slot_class)
+        ]
+        loading = [
+            f.future
+            for p, f in self._flights.items()
+            if f.kind is FlightKind.LOADING and self._is(p, slot_class) and p not in self._keep
+        ]
+        if not leaving and not loading:
+            raise RuntimeError(
+                f"device arena: all {device.limit(slot_class)} slots of {slot_class} are held by leases at once; "
+                "a larger --megascale-device-budget is needed"
+            )
+        self.tiers.mover.wait_any(leaving or loading, what=f"making room for a page of {slot_class.nbytes} bytes")
+        self._reap()
+        return True
+
+    def _is(self, page_id: int, slot_class: SlotClass) -> bool:
+        return self.table.slot_class(page_id) == slot_class
+
+    def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
+        table = self.table
+        mask = (table.tier == TierKind.DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
+        ids = np.nonzero(mask)[0]
+        away = self._flights.keys() | self._keep
+        if away:
+            ids = ids[~np.isin(ids, np.fromiter(away, dtype=np.int64))]
+        candidates = Candidates(ids, self.next_use(ids), table.dirty[ids], table.last_use[ids])
+        return choose_victims(candidates, count=count, needed_before=before)
+
+    def next_use(self, page_ids: np.ndarray) -> np.ndarray:
+        """When each page is used next, see forecast's [Note: next use]."""
+        numbering, position = self.table.numbering, self.forecast.position
+        index, planes = np.divmod(page_ids, len(Plane))
+        modules = numbering.modules_of(index)
+        result = np.full(len(page_ids), FAR)
+        for key in set(zip(planes.tolist(), modules.tolist(), strict=True)):
+            plane, module = Plane(key[0]), key[1]
+            rows = (planes == key[0]) & (modules == module)
+            entry = numbering.entries[module]
+            part = (index[rows] - entry.first_index) / entry.num_pages
+            later = self.forecast.next_visit(plane, module, after=position)
+            use = later + part
+            if self.cursor is not None and self.cursor[0] == module and self.forecast.uses_now(plane):
+                use = np.where(part > self.cursor[1], position + part, use)
+            idle = ~self.table.active[page_ids[rows] - key[0]]
+            result[rows] = np.where(idle, use + self.forecast.length, use)
+        return result
+
+    # -- leaving -------------------------------------------------------------------------------------------------------
+
+    def _evict(self, page_id: int) -> None:
+        """Starts a page's way out; a clean page without room in the host arena is gone at once."""
+        slot_class, slot = self.table.slot_class(page_id), int(self.table.slot[page_id])
+        source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
+        assert mover is not None
+        assert disk is not None
+        self.counts["pages_evicted"] += 1
+        if self.tiers.host.has_room(slot_class):
+            host_slot = self.tiers.host.allocate(slot_class)
+            held = self.tiers.host.tensor(slot_class, host_slot)
+            future = mover.write(lambda: self.tiers.copier.copy(source, held))
+            self._flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
+        elif self.table.dirty[page_id]:
+            offset = int(self.table.disk_offset[page_id])
+            future = mover.write(
+                lambda: self.tiers.copier.to_disk(disk, offset, source, name=lambda: self._name(page_id))
+            )
+            self._flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
+            self.counts["bytes_written"] += slot_class.nbytes
+        else:
+            self._gone(page_id, slot, TierKind.DISK, -1)
+
+    def _gone(self, page_id: int, slot: int, target: TierKind, target_slot: int) -> None:
+        """A page's bytes are safe elsewhere: its slot is free."""
+        slot_class = self.table.slot_class(page_id)
+        self._left(page_id)
+        self.table.move(page_id, tier=target, slot=target_slot)
+        self.tiers.device.free(slot_class, slot)
+
+    # -- flights -------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Takes back the jobs that have ended."""
+        for page_id in [p for p, flight in self._flights.items() if flight.future.done()]:
+            self._land(page_id, stay=page_id in self._keep)
+
+    def _finish(self, page_id: int) -> None:
+        """Waits for a page's flight; a leaving page stays in the device arena."""
+        mover = self.tiers.mover
+        assert mover is not None
+        flight = self._flights[page_id]
+        while not flight.future.done():
+            mover.wait_any([flight.future], what=f"{flight.kind.value} the {self._name(page_id)}")
+        self._land(page_id, stay=True)
+
+    def _land(self, page_id: int, *, stay: bool) -> None:
+        flight = self._flights.pop(page_id)
+        error = flight.future.exception()
+        if error is not None:
+            if isinstance(error, PageIoError):
+                raise error
+            raise RuntimeError(f"{flight.kind.value} the {self._name(page_id)} failed: {error}") from error
+        slot_class = self.table.slot_class(page_id)
+        if flight.kind is FlightKind.LOADING:
+            tier, slot = TierKind(self.table.tier[page_id]), int(self.table.slot[page_id])
+            if tier is TierKind.HOST:
+                self.tiers.host.free(slot_class, slot)
+            self.table.move(page_id, tier=TierKind.DEVICE, slot=flight.slot)
+            self._arrived(page_id, flight.slot)
+            return
+        if flight.target is TierKind.DISK:
+            self.table.dirty[page_id] = False
+        if not stay:
+            self._gone(page_id, int(self.table.slot[page_id]), flight.target, flight.slot)
+        elif flight.target is TierKind.HOST:
+            self.tiers.host.free(slot_class, flight.slot)
+
+    def _arrived(self, page_id: int, slot: int) -> None:
+        self._tensors[page_id] = self.tiers.device.tensor(self.table.slot_class(page_id), slot)
+        self.on_move(page_id)
+
+    def _left(self, page_id: int) -> None:
+        self._tensors.pop(page_id, None)
+        self.on_move(page_id)
+
+    def _name(self, page_id: int) -> str:
+        return self.table.numbering.describe(page_id)
+
+    def close(self) -> None:
+        """Ends io threads and removes the scratch file."""
+        if self.tiers.mover is not None:
+            self.tiers.mover.close()
+        if self.tiers.disk is not None:
+            self.tiers.disk.close()
