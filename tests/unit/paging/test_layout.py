@@ -74,7 +74,8 @@ def test_operands_of_the_products_are_the_parts_joined(shape, rows):
         ]
         for view, expected in pairs:
             assert (view is None) == (expected is None)
-            assert view is None or view.equal(expected)
+            if view is not None and expected is not None:
+                assert view.equal(expected)
         assert (views.down_bias_h is not None) == (shape.bias and slice_ == 0)
 
 
