@@ -108,15 +108,15 @@ class DeviceArena:
         space.segments.append(torch.empty(missing, slot_class.numel, dtype=slot_class.dtype, device=self.device))
         space.first_slot.append(first)
         space.taken.extend(bytes(missing))
-        for slot in range(first, first + missing):
-            heapq.heappush(space.free, slot)
+        space.free.extend(range(first, first + missing))  # still a heap: all new slots are larger, and ascend
         self._bytes += nbytes
 
     def allocate(self, slot_class: SlotClass) -> int:
-        """Takes the lowest free slot, growing by a segment of about ``SEGMENT_BYTES`` where there is none."""
+        """Takes the lowest free slot; without one, grows by a segment of ``SEGMENT_BYTES`` or what the budget leaves."""
         space = self._spaces.setdefault(slot_class, _SlotSpace())
         if not space.free:
-            self.reserve(slot_class, max(1, SEGMENT_BYTES // slot_class.nbytes))
+            room = SEGMENT_BYTES if self.budget_bytes is None else min(SEGMENT_BYTES, self.budget_bytes - self._bytes)
+            self.reserve(slot_class, max(1, room // slot_class.nbytes))
         slot = heapq.heappop(space.free)
         space.taken[slot] = 1
         if self.poison:
