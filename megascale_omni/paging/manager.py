@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -217,13 +218,10 @@ class ExpertManager:
         """
         if not len(experts):
             return
-        leases = {plane: self.lease(module, plane, experts) for plane in planes}
-        try:
-            batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
+        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
+        with ExitStack() as stack:
+            leases = {plane: stack.enter_context(self.lease(module, plane, experts)) for plane in planes}
             yield Wave(batches=batches, leases=leases)
-        finally:
-            for lease in leases.values():
-                lease.release()
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
         """The elements of a leased page (flat). For leases; a page that no lease holds may move at any time."""
