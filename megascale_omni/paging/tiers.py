@@ -112,7 +112,7 @@ class DeviceArena:
         self._bytes += nbytes
 
     def allocate(self, slot_class: SlotClass) -> int:
-        """Takes the lowest free slot; without one, grows by a segment of ``SEGMENT_BYTES`` or what the budget leaves."""
+        """Takes the lowest free slot; where there is none, grows by ``SEGMENT_BYTES`` or what the budget leaves."""
         space = self._spaces.setdefault(slot_class, _SlotSpace())
         if not space.free:
             room = SEGMENT_BYTES if self.budget_bytes is None else min(SEGMENT_BYTES, self.budget_bytes - self._bytes)

@@ -6,8 +6,8 @@ import torch
 from megascale_omni.paging.layout import KIB, MIB, SlotClass
 from megascale_omni.paging.tiers import SEGMENT_BYTES, DeviceArena
 
-SMALL = SlotClass(torch.float32, 16)
-OTHER = SlotClass(torch.bfloat16, 16)
+SMALL = SlotClass(torch.float32, 16 * KIB)
+OTHER = SlotClass(torch.bfloat16, 16 * KIB)
 LARGE = SlotClass(torch.float32, 8 * MIB)  # 32 MiB a slot: two a segment
 
 
@@ -41,7 +41,7 @@ def test_slots_do_not_share_memory():
     for slot in slots:
         a.tensor(SMALL, slot).fill_(slot)
     for slot in slots:
-        assert a.tensor(SMALL, slot).equal(torch.full((16,), float(slot)))
+        assert a.tensor(SMALL, slot).equal(torch.full((16 * KIB,), float(slot)))
 
 
 def test_growing_moves_nothing():
@@ -95,7 +95,7 @@ def test_a_budget_is_used_to_the_last_slot_and_then_named():
     assert [a.allocate(SMALL) for _ in range(3)] == [0, 1, 2]
     for _ in range(2):
         with pytest.raises(
-            MemoryError, match=r"1 more slots of 64 bytes exceed the budget of 193 bytes \(192 in use\)"
+            MemoryError, match=r"1 more slots of 65536 bytes exceed the budget of 196609 bytes \(196608 in use\)"
         ):
             a.allocate(SMALL)
     a.check_integrity()
@@ -104,12 +104,12 @@ def test_a_budget_is_used_to_the_last_slot_and_then_named():
 
 
 def test_classes_share_one_budget():
-    a = arena(budget_bytes=4 * KIB)
+    a = arena(budget_bytes=4 * MIB)
     a.reserve(SMALL, 60)
-    with pytest.raises(MemoryError, match="9 more slots of 32 bytes exceed the budget of 4096 bytes"):
+    with pytest.raises(MemoryError, match=r"9 more slots of 32768 bytes exceed the budget of 4194304 bytes"):
         a.reserve(OTHER, 9)
     a.reserve(OTHER, 8)
-    assert a.bytes_reserved == 4 * KIB
+    assert a.bytes_reserved == 4 * MIB
 
 
 @pytest.mark.parametrize("slot_class", [SMALL, OTHER])
@@ -125,12 +125,12 @@ def test_poison_fills_a_slot_each_time_it_is_taken(slot_class):
 
 def test_giving_back_what_is_not_taken_is_refused():
     a = arena()
-    with pytest.raises(RuntimeError, match="slot 0 of .* is not taken"):
+    with pytest.raises(RuntimeError, match=r"slot 0 of .* is not taken"):
         a.free(SMALL, 0)
     slot = a.allocate(SMALL)
     a.free(SMALL, slot)
     for wrong in (slot, -1, a.capacity(SMALL)):
-        with pytest.raises(RuntimeError, match=f"slot {wrong} of .* is not taken"):
+        with pytest.raises(RuntimeError, match=rf"slot {wrong} of .* is not taken"):
             a.free(SMALL, wrong)
 
 
