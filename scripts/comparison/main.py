@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.comparison.presets import PRESETS, preset_flags
+from scripts.comparison.presets import PRESETS, megascale_flags, preset_flags
 from scripts.comparison.report import print_comparison
 from scripts.comparison.runner import Plan, compare, default_threads
 from scripts.measuring.corpus import standard_library_corpus
@@ -95,7 +95,7 @@ def _plan(args: argparse.Namespace, data_path: Path, trainer_flags: Sequence[str
     return Plan(
         preset=args.preset,
         flags=(*flags, *trainer_flags),
-        megascale_flags=(),
+        megascale_flags=megascale_flags(args.preset, bf16=args.bf16),
         ranks=args.ranks,
         threads=args.threads or default_threads(args.ranks),
         warmup=args.warmup,

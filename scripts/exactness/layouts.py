@@ -10,10 +10,15 @@ _MODEL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --moe-ffn-hidden-size 256 "
     "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
     f"--seq-length {SEQUENCE_LENGTH} --micro-batch-size 2 --untie-embeddings-and-output-weights "
-    # Slow rotary frequencies would leave a bias of keys almost without a gradient: Adam would turn rounding into updates.
+    # Slow rotary frequencies would leave the bias of keys almost no gradient: Adam would make updates out of rounding.
     "--position-embedding-type rope --rotary-base 50 --normalization RMSNorm"
 )
-_TRAINING = "--lr 3e-4 --lr-decay-style constant --lr-warmup-iters 50 --weight-decay 0.1 --seed 1234 --split 100"
+# Adam divides by sqrt(v) + eps. With the usual eps of 1e-8 a gradient element of that size, of which embeddings have
+# some at first, becomes an update that is mostly rounding, on either side.
+_TRAINING = (
+    "--lr 3e-4 --lr-decay-style constant --lr-warmup-iters 50 --weight-decay 0.1 --adam-eps 1e-6 "
+    "--seed 1234 --split 100"
+)
 _GATED, _UNGATED = "--swiglu --disable-bias-linear", ""
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 
