@@ -132,7 +132,7 @@ class LayerBench:
 class _BareProducts:
     """The six products of each expert's forward and backward, through `torch.mm` into outputs that exist already."""
 
-    def __init__(self, experts: torch.nn.Module, counts: Sequence[int], *) -> None:
+    def __init__(self, experts: torch.nn.Module, counts: Sequence[int]) -> None:
         self._products: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for expert, count in zip(experts.local_experts, counts, strict=True):  # type: ignore[arg-type]
             if count:
