@@ -80,6 +80,18 @@ def random_batch(
     )
 
 
+def leaf(tensor: torch.Tensor | None) -> torch.Tensor:
+    """A copy that requires a gradient."""
+    assert tensor is not None
+    return tensor.detach().clone().requires_grad_()
+
+
+def grad_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient that a leaf has got."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def gradients(experts: PagedExperts) -> Tensors:
     """Weight gradients by name; absent pages are zeros, present ones are what their pages hold (poison too)."""
     dtype = experts.pages.dtypes[Plane.GRADIENT]
@@ -107,18 +119,14 @@ def drop_gradients(experts: PagedExperts) -> None:
 
 def forward_backward(experts: PagedExperts, batch: Batch) -> Tensors:
     """Output ``y`` and the gradients of ``x`` and ``probs``; weight gradients go to their pages."""
-    x = batch.x.clone().requires_grad_()
-    probs = None if batch.probs is None else batch.probs.clone().requires_grad_()
+    x = leaf(batch.x)
+    probs = None if batch.probs is None else leaf(batch.probs)
     y = experts(x, batch.counts, probs)
     y.backward(batch.grad_y)
     experts.manager.check_integrity()
     assert not experts.manager.table.pins.any()
-    assert x.grad is not None
-    result = {"y": y.detach(), "x": x.grad}
-    if probs is not None:
-        assert probs.grad is not None
-        result["probs"] = probs.grad
-    return result
+    result = {"y": y.detach(), "x": grad_of(x)}
+    return result if probs is None else result | {"probs": grad_of(probs)}
 
 
 def paged(experts: PagedExperts, batch: Batch) -> Tensors:
