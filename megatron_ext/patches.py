@@ -1,16 +1,22 @@
-"""All that MegaScale changes in stock Megatron-Core, in one place: what a class makes, and one function.
+"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and one function.
 
 [Note: patching construction]
 Stock names its classes in many modules, some of them by ``from ... import``. Replacing a name reaches only those who
-look it up later; what reaches everyone is the class itself. So the patch is a ``__new__`` on the stock class that
-makes an instance of our subclass: ``MoELayer(...)`` and ``DistributedDataParallel(...)`` then give the subclass
-wherever their names came from, and ``isinstance`` still holds. Objects made while the patches are in force keep
-working after they are undone.
+look it up later; what reaches everyone is the class itself. So the patch is an ``__init__`` on the stock class that
+turns the new object into one of our subclass and initialises it as such: ``MoELayer(...)`` and
+``DistributedDataParallel(...)`` then give the subclass wherever their names came from, and ``isinstance`` still holds.
+Subclasses that others derived from stock stay what they are. Objects made while the patches are in force keep working
+after they are undone.
+
+It is not a ``__new__``, because that cannot be undone: once a class has had one of its own, Python refuses it arguments
+even after it was deleted (the type's slot is not reset). Nor would copies of stock objects, which ``__new__`` makes as
+well, stay stock's.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,34 +42,42 @@ class Patch(Protocol):
 
 @dataclass
 class MakeSubclass:
-    """``stock(...)`` makes a ``subclass`` instance."""
+    """``stock(...)`` makes a ``subclass`` instance (see [Note: patching construction])."""
 
     name: str
     stock: type
     subclass: type
+    _original: Callable[..., None] | None = field(default=None, init=False)
 
     def apply(self) -> None:
         """See :class:`Patch`."""
-        if "__new__" in vars(self.stock):
-            raise RuntimeError(
-                f"{self.name}: {self.stock.__qualname__} has a __new__ of its own, by another plug-in or a release "
-                "that this one does not know"
-            )
+        found = vars(self.stock).get("__init__")
+        qualname = f"{self.stock.__qualname__}.__init__"
+        original = _as_defined(found, patch=self.name, module=self.stock.__module__, qualname=qualname)
+        takes, known = _parameters(original), _parameters(self.subclass.__init__)  # type: ignore[misc]
+        if takes != known:
+            raise RuntimeError(_other_release(self.name, qualname, takes=takes, known=known))
         stock, subclass = self.stock, self.subclass
 
-        def __new__(cls: type, *args: object, **kwargs: object) -> object:
-            return object.__new__(subclass if cls is stock else cls)
+        @functools.wraps(original)
+        def __init__(self: object, *args: object, **kwargs: object) -> None:
+            if type(self) is stock:
+                object.__setattr__(self, "__class__", subclass)  # torch's own __setattr__ needs an initialised module
+                subclass.__init__(self, *args, **kwargs)  # type: ignore[misc]
+            else:
+                original(self, *args, **kwargs)
 
-        self.stock.__new__ = __new__  # type: ignore[method-assign, assignment]
+        self._original = original
+        self.stock.__init__ = __init__  # type: ignore[misc]
 
     def undo(self) -> None:
         """See :class:`Patch`."""
-        del self.stock.__new__
+        self.stock.__init__ = self._original  # type: ignore[misc]
 
 
 @dataclass
 class WrapFunction:
-    """Calls ``wrapper(original, ...)`` instead of a stock function, in every loaded stock module that holds it."""
+    """Calls ``wrapper(original, ...)`` instead of a stock function, in every loaded module that holds it."""
 
     name: str
     module: str
@@ -74,10 +88,13 @@ class WrapFunction:
 
     def apply(self) -> None:
         """See :class:`Patch`."""
-        original = getattr(sys.modules[self.module], self.attribute, None)
-        if not callable(original):
-            raise RuntimeError(f"{self.name}: {self.module} has no function {self.attribute}")
+        found = getattr(sys.modules[self.module], self.attribute, None)
+        original = _as_defined(found, patch=self.name, module=self.module, qualname=self.attribute)
         wrapper = self.wrapper
+        named = [p.name for p in inspect.signature(wrapper).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        takes, known = _parameters(original), tuple(named[1:])
+        if takes[: len(known)] != known:
+            raise RuntimeError(_other_release(self.name, self.attribute, takes=takes, known=known))
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401 - the stock function's own
@@ -93,12 +110,35 @@ class WrapFunction:
         _swap(old=self._replacement, new=self._original)
 
 
+def _as_defined(found: object, *, patch: str, module: str, qualname: str) -> Callable[..., Any]:
+    """``found``, which must be the plain function that ``module`` defines as ``qualname``; RuntimeError otherwise."""
+    if (
+        inspect.isfunction(found)
+        and (found.__module__, found.__qualname__) == (module, qualname)
+        and not hasattr(found, "__wrapped__")
+    ):
+        return found
+    raise RuntimeError(
+        f"{patch}: {module}:{qualname} is not what MegaScale expects: missing, or replaced or wrapped by another "
+        "plug-in or a release that this one does not know"
+    )
+
+
+def _other_release(patch: str, qualname: str, *, takes: tuple[str, ...], known: tuple[str, ...]) -> str:
+    return (
+        f"{patch}: {qualname} takes ({', '.join(takes)}), MegaScale knows it with ({', '.join(known)}): this release "
+        "of Megatron-Core is not supported"
+    )
+
+
+def _parameters(function: Callable[..., object]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
 def _swap(*, old: Callable[..., object], new: Callable[..., object]) -> None:
-    holders = [
-        module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("megatron", "__main__")
-    ]
-    for holder in holders:
-        for attribute in [key for key, value in vars(holder).items() if value is old]:
+    for holder in list(sys.modules.values()):
+        names = getattr(holder, "__dict__", {})
+        for attribute in [key for key, value in list(names.items()) if value is old]:
             setattr(holder, attribute, new)
 
 

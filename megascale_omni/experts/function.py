@@ -220,7 +220,12 @@ class _Backward:
         self.context, self.rows, self.probs_N = context, rows, probs_N
         self.blocks = _Blocks(context.layout, rows, flat)
         self.gx_Nh = torch.empty_like(x_Nh) if needs_x else None
-        self.gprobs_N = torch.zeros_like(probs_N) if needs_probs and probs_N is not None else None
+        self.gprobs_N = None
+        if needs_probs and probs_N is not None:
+            # A sum over slices like the others (see _SliceSum): not in a dtype narrower than fp32.
+            one_page = context.layout.num_slices == 1
+            dtype = probs_N.dtype if one_page else torch.promote_types(probs_N.dtype, torch.float32)
+            self.gprobs_N = torch.zeros_like(probs_N, dtype=dtype)
         self.inputs = None if self.gx_Nh is None else _SliceSum(context, "input_gradient", self.gx_Nh, rows)
         self.weights = _WeightGradients(context) if needs_weights and rows.active else None
         self.x_of, self.gy_of = rows.split(x_Nh), rows.split(gy_Nh)
@@ -270,7 +275,8 @@ class _Backward:
             for (expert, _), page, gprobs_n in zip(items, pages, gprobs_B.split(counts), strict=True):
                 self.gprobs_of[expert].add_(gprobs_n)
                 if page.down_bias_h is not None:
-                    self.gprobs_of[expert].add_((self.gy_of[expert] * page.down_bias_h).sum(-1))
+                    gy_nh = self.gy_of[expert].to(gprobs_n.dtype)  # stock adds bias * p in the dtype of p, if wider
+                    self.gprobs_of[expert].add_((gy_nh * page.down_bias_h).sum(-1))
         if self.inputs is not None:
             for (expert, slice_), page, gpre_nR in zip(items, pages, gpre_of, strict=True):
                 self.inputs.add(expert, slice_, gpre_nR, page.fc1_Rh)
@@ -325,4 +331,5 @@ class PagedExpertsFunction(torch.autograd.Function):
         call = _Backward(context, rows, (x_Nh, probs_N, flat), gy_Nh.contiguous(), needs)
         call.run()
         anchor_gradient = gy_Nh.new_zeros(()) if needs[2] else None
-        return call.gx_Nh, call.gprobs_N, anchor_gradient, None, None, None
+        gprobs_N = None if call.gprobs_N is None else call.gprobs_N.to(probs_N.dtype)
+        return call.gx_Nh, gprobs_N, anchor_gradient, None, None, None

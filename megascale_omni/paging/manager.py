@@ -250,9 +250,12 @@ class ExpertManager:
                 self.catch_up(module, ids[Plane.WEIGHT][number])
             self._reached(module, items[-1])
             self._ahead(module, [np.concatenate([ids[p][n] for p in planes]) for n in range(number, len(batches))])
-            leases = {p: self.lease_ids(module, p, ids[p][number]) for p in planes if p is not create}
+            leases: dict[Plane, Lease] = {}
+            fresh: frozenset[tuple[int, int]] = frozenset()
             try:
-                fresh: frozenset[tuple[int, int]] = frozenset()
+                for plane in planes:
+                    if plane is not create:
+                        leases[plane] = self.lease_ids(module, plane, ids[plane][number])
                 if create is not None:
                     new = set(self.create_ids(module, create, ids[create][number]).tolist())
                     fresh = frozenset(i for i, p in zip(items, ids[create][number].tolist(), strict=True) if p in new)

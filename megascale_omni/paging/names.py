@@ -4,11 +4,13 @@ Checkpoints, exports, parameter counts and users all go through :class:`NamedTen
 of which tensor a page holds.
 
 [Note: naming styles]
-    sequential   Megatron-Core SequentialMLP      local_experts.E.linear_fc1.weight [(M-1) f, h], ...linear_fc2.weight
-    [h, f] te_grouped   Megatron-Core TEGroupedMLP       linear_fc1.weightE [(M-1) f, h], linear_fc2.weightE [h, f]
-    grouped      Megatron-Core GroupedMLP         weight1 viewed [E, h, (M-1) f], weight2 viewed [E, f, h] hf
-    Hugging Face experts             gate_up_proj [E, 2f, h], down_proj [E, h, f] (up_proj where ungated) hf_gpt_oss
-    Hugging Face GPT-OSS             gate_up_proj [E, h, 2f] interleaved, down_proj [E, f, h], ..._bias
+    sequential   Megatron-Core SequentialMLP:  local_experts.E.linear_fc1.weight [(M-1) f, h]
+                                               local_experts.E.linear_fc2.weight [h, f]
+    te_grouped   Megatron-Core TEGroupedMLP:   linear_fc1.weightE [(M-1) f, h], linear_fc2.weightE [h, f]
+    grouped      Megatron-Core GroupedMLP:     weight1 viewed [E, h, (M-1) f], weight2 viewed [E, f, h]
+    hf           Hugging Face experts:         gate_up_proj [E, 2f, h] (ungated: up_proj [E, f, h]), down_proj [E, h, f]
+    hf_gpt_oss   Hugging Face GPT-OSS:         gate_up_proj [E, h, 2f] interleaved, down_proj [E, f, h]
+Biases are named alike (``.bias``, ``biasE``, ``_bias``; GroupedMLP has none).
 In ``(M-1) f`` all gate rows come first, then all up rows, except where interleaved (gate even, up odd).
 """
 
@@ -89,14 +91,11 @@ class NamedTensors:
         return tuple(dict.fromkeys(s.tensor for s in self._ordered()))
 
     def _ordered(self) -> list[NamedSlice]:
-        # Stock modules register weight before bias and fc1 before fc2; parts come in page order (gate, up, down,
-        # biases).
+        # Stock modules register weight before bias and fc1 before fc2; TE's grouped ones weight0, bias0, weight1, ...
         rank = {Part.GATE: 0, Part.UP: 0, Part.GATE_BIAS: 1, Part.UP_BIAS: 1, Part.DOWN: 2, Part.DOWN_BIAS: 3}
-        per_expert = self.style == "sequential"
-        return sorted(
-            self._slices,
-            key=lambda s: (s.expert, rank[s.part]) if per_expert else (rank[s.part] // 2, rank[s.part] % 2, s.expert),
-        )
+        if self.style == "sequential":
+            return sorted(self._slices, key=lambda s: (s.expert, rank[s.part]))
+        return sorted(self._slices, key=lambda s: (rank[s.part] // 2, s.expert, rank[s.part] % 2))
 
     def gather(self, pages: Mapping[tuple[int, int], torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
         """Copies pages ``{(expert, slice): flat page}`` into dense tensors ``{name: tensor}``."""

@@ -122,9 +122,16 @@ class PageNumbering:
         return (entry.first_index + key.expert * entry.num_slices + key.slice) * len(Plane) + int(key.plane)
 
     def page_ids(self, module: int, plane: Plane, experts: Sequence[int]) -> np.ndarray:
-        """Page ids (int64) of all slices of ``experts`` in ``plane``, ascending by (expert, slice)."""
+        """Page ids (int64) of all slices of ``experts`` in ``plane``, in the order of ``experts``, slices ascending."""
         entry = self._entries[module]
-        first = entry.first_index + np.asarray(experts, dtype=np.int64) * entry.num_slices
+        wanted = np.asarray(experts, dtype=np.int64)
+        outside = wanted[(wanted < 0) | (wanted >= entry.num_experts)]
+        if len(outside):
+            raise RuntimeError(
+                f"{self._paths[module]}: no expert {outside[0]}; it has {entry.num_experts} experts of "
+                f"{entry.num_slices} slices"
+            )
+        first = entry.first_index + wanted * entry.num_slices
         return (first[:, None] + np.arange(entry.num_slices)).reshape(-1) * len(Plane) + int(plane)
 
     def modules_of(self, indices: np.ndarray) -> np.ndarray:

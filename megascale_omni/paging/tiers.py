@@ -183,8 +183,8 @@ class Arena:
         else:
             index = len(space.segments)
             space.segments.append(segment)
-        for slot in range(index * space.slots_per_segment, (index + 1) * space.slots_per_segment):
-            heapq.heappush(space.free, slot)
+        space.free += range(index * space.slots_per_segment, (index + 1) * space.slots_per_segment)
+        heapq.heapify(space.free)
         self._bytes += space.slots_per_segment * slot_class.nbytes
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
+from scripts.measuring.stepped import SteppedParameters
 
 if TYPE_CHECKING:
     from megascale_omni.paging.manager import ExpertManager
@@ -16,53 +18,44 @@ def is_expert_parameter(name: str) -> bool:
     return ".experts." in name and ".shared_experts." not in name
 
 
-def optimizer_members(optimizer: object) -> list[object]:
-    """The optimizers of a chain, or the one that there is."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+def stock_expert_bytes(model: Sequence[torch.nn.Module], optimizer: object) -> int:
+    """Bytes of this rank's resident expert state in a stock model: every piece of memory counted once."""
+    steppers = SteppedParameters(optimizer)
+    spans: list[tuple[int, int]] = []
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if is_expert_parameter(name):
+                spans += [_span(tensor) for tensor in _tensors_of(parameter, steppers)]
+    return union_length(spans)  # the shard that a distributed optimizer steps may be a piece of the weight itself
 
 
-def inner_states(optimizer: object) -> dict[torch.Tensor, Mapping[str, object]]:
-    """Adam's state by the parameter that the torch optimizer steps: the main one where there is one."""
-    states: dict[torch.Tensor, Mapping[str, object]] = {}
-    for member in optimizer_members(optimizer):
-        inner = getattr(member, "optimizer", None)
-        if inner is not None:
-            states.update(inner.state)
-    return states
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
 
 
-def stock_expert_bytes(model: list[torch.nn.Module], optimizer: object) -> int:
-    """Bytes of this rank's resident expert state in a stock model: every tensor counted once."""
-    states = inner_states(optimizer)
-    tensors = [
-        tensor
-        for chunk in model
-        for name, parameter in chunk.named_parameters()
-        if is_expert_parameter(name)
-        for tensor in _tensors_of(parameter, states)
-    ]
-    seen: dict[tuple[int, int], int] = {}
-    for tensor in tensors:  # a main weight of fp32 training is a view of the weight
-        key = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        seen[key] = key[1]
-    return sum(seen.values())
+def union_length(spans: Iterable[tuple[int, int]]) -> int:
+    """How much the spans (start, end) cover together."""
+    covered, reached = 0, 0
+    for start, end in sorted(spans):
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
 
 
-def _tensors_of(
-    parameter: torch.nn.Parameter, states: Mapping[torch.Tensor, Mapping[str, object]]
-) -> Iterator[torch.Tensor]:
+def _tensors_of(parameter: torch.nn.Parameter, steppers: SteppedParameters) -> Iterator[torch.Tensor]:
+    """Contiguous tensors: weight, gradients, main weight, moments."""
     yield parameter.data
-    main = getattr(parameter, "main_param", parameter)
-    gradients = [parameter.grad, getattr(parameter, "main_grad", None), getattr(main, "grad", None)]
+    stepped = steppers.find(parameter)
+    main = None if stepped is None else stepped.main
+    gradients = [parameter.grad, getattr(parameter, "main_grad", None), None if main is None else main.grad]
     yield from (gradient for gradient in gradients if gradient is not None)
-    if main is None:  # this rank steps no part of it
-        return
-    if main.dtype is not parameter.dtype:
-        yield main.data
-    yield from (value for value in states.get(main, {}).values() if isinstance(value, torch.Tensor) and value.dim())
+    if stepped is not None:
+        yield stepped.main.data
+        yield from (v for v in stepped.state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
-def page_managers(model: list[torch.nn.Module]) -> list[ExpertManager]:
+def page_managers(model: Sequence[torch.nn.Module]) -> list[ExpertManager]:
     """The page managers behind a model; none where it is stock."""
     from megascale_omni.experts.module import PagedExperts
 
@@ -70,7 +63,7 @@ def page_managers(model: list[torch.nn.Module]) -> list[ExpertManager]:
     return list(dict.fromkeys(module.manager for module in modules))
 
 
-def resident_expert_bytes(model: list[torch.nn.Module], optimizer: object) -> int:
+def resident_expert_bytes(model: Sequence[torch.nn.Module], optimizer: object) -> int:
     """Bytes of this rank's resident expert state, in pages or as stock keeps it."""
     managers = page_managers(model)
     if managers:

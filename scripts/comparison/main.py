@@ -27,17 +27,17 @@ both alike. Times are medians. What follows `--` goes to the trainer (see `pretr
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.comparison.presets import PRESETS, preset_flags
+from scripts.comparison.presets import PRESETS, megascale_flags, preset_flags
 from scripts.comparison.report import print_comparison
 from scripts.comparison.runner import Plan, compare, default_threads
 from scripts.measuring.corpus import standard_library_corpus
+from scripts.measuring.files import write_json
 from scripts.measuring.processes import WorkersFailed
 
 
@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             comparison = compare(_plan(args, data_path, trainer))
             print_comparison(comparison)
             if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(comparison.as_json(), indent=1) + "\n")
+                write_json(args.json, comparison.as_json())
             if args.picture:
                 from scripts.comparison.pictures import draw
 
@@ -96,7 +95,7 @@ def _plan(args: argparse.Namespace, data_path: Path, trainer_flags: Sequence[str
     return Plan(
         preset=args.preset,
         flags=(*flags, *trainer_flags),
-        megascale_flags=(),
+        megascale_flags=megascale_flags(args.preset, bf16=args.bf16),
         ranks=args.ranks,
         threads=args.threads or default_threads(args.ranks),
         warmup=args.warmup,

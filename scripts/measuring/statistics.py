@@ -45,11 +45,11 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 def relative_difference(value: float, reference: float) -> float:
     """`|value - reference| / |reference|`: 0 where equal, infinite where one is not finite or the reference is 0."""
-    if value == reference or (math.isnan(value) and math.isnan(reference)):
-        return 0.0
-    if not (math.isfinite(value) and math.isfinite(reference)) or reference == 0:
+    if not (math.isfinite(value) and math.isfinite(reference)):
         return math.inf
-    return abs(value - reference) / abs(reference)
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf
 
 
 def largest_relative_difference(values: Sequence[float], references: Sequence[float]) -> float:

@@ -2,11 +2,15 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TextIO
 
 from scripts.measuring.units import plain_number
+
+_QUANTITY = re.compile(r"-?[\d.,]+(e[-+]?\d+)?( \w+)?$")
+"""A number with a unit or without."""
 
 Cell = str | float | int | bool | None
 
@@ -71,10 +75,6 @@ def _styled(value: Cell) -> str:
 def _is_numeric(values: Sequence[Cell]) -> bool:
     numbers = [v for v in values if v is not None]
     return bool(numbers) and all(
-        (isinstance(v, (int, float)) and not isinstance(v, bool) and not math.isnan(v)) or _starts_with_digit(v)
+        _QUANTITY.match(v) is not None if isinstance(v, str) else not isinstance(v, bool) and not math.isnan(v)
         for v in numbers
     )
-
-
-def _starts_with_digit(value: Cell) -> bool:
-    return isinstance(value, str) and value[:1].isdigit()

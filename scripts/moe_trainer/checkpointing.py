@@ -13,6 +13,7 @@ import random
 import shutil
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.safe_globals import register_safe_globals
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint import CheckpointException
 
-from .errors import UsageError
+from .errors import LocalUsageError, UsageError
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -56,20 +58,34 @@ _SHAPE = (
 """Arguments that must be the same to load the weights. Those that a checkpoint does not name are not compared."""
 
 
+_UNREADABLE = (CheckpointingException, UnpicklingError, OSError, EOFError, RuntimeError, KeyError, AttributeError)
+"""What stock's readers raise for a damaged checkpoint."""
+
+
 def save(trainer: "Trainer", folder: str | Path) -> str:
-    """Write a checkpoint of the trainer's iteration. The tracker names it once it is complete. Returns its folder."""
+    """Write a checkpoint of the trainer's iteration. The tracker names it once it is complete. Returns its folder.
+
+    Raises:
+        RuntimeError: it could not be written, for want of space for instance. What was written of it is removed, and the
+            tracker still names the one before.
+    """
     path = _iteration_folder(folder, trainer.iteration)
     if trainer.is_first_rank:
         shutil.rmtree(path, ignore_errors=True)  # what an interrupted save left behind
         path.mkdir(parents=True)
     torch.distributed.barrier()
     metadata = _content_metadata(trainer.args)
-    dist_checkpointing.save(
-        _state_dict(trainer, metadata, loading=False),
-        str(path),
-        sharded_strategy=InProcessSave("torch_dist", 1, thread_count=1),
-        content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
-    )
+    try:
+        dist_checkpointing.save(
+            _state_dict(trainer, metadata, loading=False),
+            str(path),
+            sharded_strategy=InProcessSave("torch_dist", 1, thread_count=1),
+            content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
+        )
+    except (CheckpointException, OSError, RuntimeError) as error:
+        if trainer.is_first_rank:
+            shutil.rmtree(path, ignore_errors=True)
+        raise RuntimeError(f"the checkpoint {path} could not be written: {_describe(_cause(error))}") from error
     torch.distributed.barrier()
     if trainer.is_first_rank:
         tracker = Path(folder) / TRACKER
@@ -106,7 +122,7 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
     with_rng = with_rng and _same_layout(args, common["args"])
     template = _state_dict(trainer, metadata, loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
     trainer.distributed.agree(lambda: _check_tensors(template, path))
-    state = _load_or_refuse(trainer, template, path)
+    state = _load_or_refuse(template, path)
     for name, chunk in _chunks(trainer):
         chunk.load_state_dict(state[name])
     if with_optimizer:
@@ -248,8 +264,8 @@ def _read_common(path: Path) -> dict[str, Any]:
         raise UsageError(f"the checkpoint {path} does not exist")
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
-    except (CheckpointingException, OSError, RuntimeError, EOFError) as error:
-        raise UsageError(f"the checkpoint {path} cannot be read: {error}") from error
+    except _UNREADABLE as error:
+        raise UsageError(f"the checkpoint {path} cannot be read: {_describe(error)}") from error
     if "args" not in common or "iteration" not in common:
         raise UsageError(f"the checkpoint {path} is incomplete: it names no arguments or no iteration")
     return common
@@ -288,7 +304,10 @@ def _check_shape(args: argparse.Namespace, common: dict[str, Any], path: Path, *
 
 def _check_tensors(template: dict[str, Any], path: Path) -> None:
     """Compare the shapes of all tensors wanted with those stored, so that nothing is loaded in part."""
-    stored = dist_checkpointing.load_tensors_metadata(str(path))
+    try:
+        stored = dist_checkpointing.load_tensors_metadata(str(path))
+    except _UNREADABLE as error:
+        raise UsageError(f"the checkpoint {path} cannot be read: {_describe(error)}") from error
     wanted: dict[str, ShardedTensor] = {}
     _collect_tensors(template, wanted)
     for key, tensor in wanted.items():
@@ -325,12 +344,27 @@ def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
     )
 
 
-def _load_or_refuse(trainer: "Trainer", template: dict[str, Any], path: Path) -> dict[str, Any]:
+def _load_or_refuse(template: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = dist_checkpointing.load(template, str(path))
-    except (CheckpointingException, KeyError, RuntimeError, OSError, EOFError) as error:
-        raise UsageError(f"the checkpoint {path} does not load here: {type(error).__name__}: {error}") from error
+    except CheckpointException as error:  # the reader tells every rank what struck one of them
+        raise UsageError(f"the checkpoint {path} cannot be read: {_describe(_cause(error))}") from error
+    except _UNREADABLE as error:
+        raise LocalUsageError(f"the checkpoint {path} does not load here: {_describe(error)}") from error
     return state
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What struck a rank, where the writer or reader of all of them says so."""
+    if isinstance(error, CheckpointException) and error.failures:
+        _, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        assert isinstance(cause, BaseException)
+        return cause
+    return error
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):

@@ -21,12 +21,9 @@ def read_yaml(path: str, actions: Sequence[argparse.Action]) -> dict[str, object
     Raises:
         UsageError: no such file, not YAML, an unknown key (with the nearest one), a value that does not fit its flag.
     """
-    by_destination = {action.dest: action for action in actions if action.dest not in ("help", "yaml_cfg")}
-    by_flag = {
-        flag.lstrip("-").replace("-", "_"): action
-        for action in by_destination.values()
-        for flag in action.option_strings
-    }
+    actions = [action for action in actions if action.dest not in ("help", "yaml_cfg")]
+    by_destination = {action.dest: action for action in actions}
+    by_flag = {flag.lstrip("-").replace("-", "_"): action for action in actions for flag in action.option_strings}
     settings: dict[str, object] = {}
     for key, value in _flatten(_load(path), path).items():
         name = key.replace("-", "_")
