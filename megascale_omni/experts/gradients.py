@@ -87,7 +87,7 @@ class ExpertGradients:
                     self._statistics[experts, name] = PageStatistics(squares, known.nonzeros)
 
     def statistics(self, shards: PageShards) -> tuple[float, int]:
-        """Sum of squares and number of zeros of the gradients this rank owns under ``shards``; absent pages are zeros."""
+        """Sum of squares and number of zeros of gradients this rank owns under ``shards``; absent pages are zeros."""
         squares, zeros = 0.0, 0
         for experts in self.modules:
             owned = shards.owned(experts)

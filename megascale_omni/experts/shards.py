@@ -64,7 +64,7 @@ def broadcast_owned(
     read: Callable[[PageName, torch.Tensor], None],
     write: Callable[[PageName, torch.Tensor], None],
 ) -> None:
-    """Every owner sends its pages (``read`` fills in one), every other rank of the group receives them (``write``). A collective."""
+    """Every owner sends its pages (``read`` fills one in), every other rank receives them (``write``). A collective."""
     if shards.size == 1:
         return
     assert shards.group is not None

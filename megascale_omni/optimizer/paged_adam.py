@@ -44,8 +44,8 @@ class PagedAdam:
     """Optimizer of the experts' pages.
 
     [Note: deferred steps]
-    An expert without tokens changes under Adam all the same: its moments decay, and its weights with them. Its pages are
-    not touched at the step; what they missed is replayed from the history, operation by operation, when they are read
+    An expert without tokens changes under Adam all the same: its moments decay, and its weights with them. Its pages
+    are not touched at the step; what they missed is replayed from the history, operation by operation, when they are read
     next (``catch_up``), so that every bit is what the dense optimizer would have made. With weight decay a replay never
     ends early, hence no page is left more than ``max_lag`` steps behind. A page without moments never had a gradient:
     its moments are zeros and stay absent.

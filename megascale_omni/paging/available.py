@@ -52,8 +52,8 @@ def paging_options(config: PagingConfig, device: torch.device) -> PagingOptions:
         host_budget = parse_budget(config.host_budget, key="paging.host_budget")
     if host_budget.nbytes is not None and host_budget.nbytes > host_bytes:
         raise ValueError(
-            f"paging.host_budget={config.host_budget} is more than the {host_bytes} bytes of memory that are available to "
-            "this rank; give less, or auto"
+            f"paging.host_budget={config.host_budget} is more than the {host_bytes} bytes of memory that are "
+            "available to this rank; give less, or auto"
         )
     return PagingOptions(
         device_budget=device_budget,

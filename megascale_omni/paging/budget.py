@@ -11,7 +11,7 @@ from megascale_omni.paging.layout import SlotClass
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of device memory for pages: ``nbytes``, or ``fraction`` of all pages there are; everything where both None."""
+    """Bytes of memory for pages: ``nbytes``, or ``fraction`` of all pages there are; both None: everything."""
 
     nbytes: int | None = None
     fraction: float | None = None

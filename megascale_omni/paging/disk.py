@@ -79,8 +79,8 @@ class DiskFile:
             free = os.statvfs(self.folder)
             raise ValueError(
                 f"disk path {self.folder} has no room for the experts' pages: {offset + nbytes} bytes are needed, "
-                f"{free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}); free some, or give another "
-                "--megascale-disk-path"
+                f"{free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}); free some, or give "
+                "another --megascale-disk-path"
             ) from error
         self._size += nbytes
         return offset

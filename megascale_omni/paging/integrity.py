@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def check_integrity(table: PageTable, pager: Pager) -> None:
     """Raises RuntimeError, with the equation, unless
 
-    slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page is
-    in the device arena; no pin count is negative; a page on disk is clean and has a place there.
+    slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page
+    is in the device arena; no pin count is negative; a page on disk is clean and has a place there.
     """
     for arena in (pager.tiers.device, pager.tiers.host):
         arena.check_integrity()

@@ -156,9 +156,9 @@ class ExpertManager:
         budget, smallest = self.options.device_budget.bytes_of(total), smallest_budget(needs)
         if budget < smallest:
             raise ValueError(
-                f"device budget {budget} bytes is too small: the largest group of pages that is worked on together needs "
-                f"{smallest} bytes ({100 * smallest / total:.1f}% of all pages); use --megascale-device-budget {smallest} "
-                "or more, or smaller pages (--megascale-page-size)"
+                f"device budget {budget} bytes is too small: the largest group of pages worked on together needs "
+                f"{smallest} bytes ({100 * smallest / total:.1f}% of all pages); use --megascale-device-budget "
+                f"{smallest} or more, or smaller pages (--megascale-page-size)"
             )
 
     def _share_budget(self) -> None:
@@ -240,7 +240,7 @@ class ExpertManager:
         """Sweeps the pages of ``experts`` in batches, ascending by (expert, slice); each is leased while current.
 
         What is computed must not depend on where a wave ends: sums run over (expert, slice) in the order given. Weight
-        pages are caught up with the optimizer before they are handed out. Absent pages of the plane ``create`` are made.
+        pages are caught up with the optimizer before they are handed out. Absent pages of plane ``create`` are made.
         """
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
         self._begin_visit(module, phase, experts)

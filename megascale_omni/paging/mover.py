@@ -1,7 +1,7 @@
 """The mover: threads that read, write and copy whole slots while the main thread computes.
 
-Threads touch bytes only. The page table, the arenas and all decisions belong to the main thread, which submits a job for
-a page and later takes it back with its result; a slot is not reused before the job that reads or writes it has ended.
+Threads touch bytes only. The page table, the arenas and all decisions belong to the main thread, which submits a job
+for a page and later takes it back with its result; a slot is not reused before the job that reads or writes it has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mover:
         )
         if not done:
             raise MoverStalled(
-                f"{what}: no io thread has answered for {self.timeout.total_seconds():.0f} s; the disk or a thread is gone"
+                f"{what}: no io thread answered for {self.timeout.total_seconds():.0f} s; the disk or a thread is gone"
             )
 
     def close(self) -> None:
