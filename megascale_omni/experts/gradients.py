@@ -102,7 +102,7 @@ class ExpertGradients:
         return None
 
     def squared_norm(self, shards: PageShards) -> float:
-        """Sum of squares of this rank's gradients, those that it owns under ``shards``; accumulated in fp64."""
+        """Sum of squares of the gradients that this rank owns under ``shards``: fp32 norms of pages, summed in fp64."""
         total = 0.0
         for experts in self.modules:
             owned = set(shards.owned(experts))

@@ -61,9 +61,9 @@ class PagedModule:
 class Lease:
     """Pinned pages of one module and plane. While it lives, none of them moves; use as a context manager.
 
-    On an accelerator ``reader_event`` is recorded by the last kernel that reads the pages and ``writer_event`` by the
-    one that writes them; a slot is reused only after both. Without one both stay None: work is done when the call
-    returns.
+    ``reader_event`` and ``writer_event`` are for an accelerator's streams: the last kernel that reads the pages and the
+    last one that writes them, after both of which a slot may be reused. Nothing records them yet and both stay None:
+    all work on pages is issued to one stream, in order.
     """
 
     __slots__ = ("_held", "_ids", "_manager", "module", "plane", "reader_event", "writer_event")

@@ -18,11 +18,11 @@ class PageState(enum.Enum):
 
 
 class PageTable:
-    """Rows of all pages. The manager alone writes it.
+    """Rows of all pages. The manager and its leases alone place, remove and pin pages.
 
     Columns: ``tier`` (TierKind), ``slot`` (-1 where absent), ``dirty`` (differs from every slower copy), ``pins``
     (leases that hold the page), ``last_step`` (number of the last optimizer step applied; kept in the weight plane's
-    row).
+    row, by the optimizer). Whoever writes to a page says so in ``dirty``.
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
