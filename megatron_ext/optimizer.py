@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megascale_omni.paging.planes import Plane
 from megatron_ext import support
 from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.experts import SOURCE, MegaScaleExperts
-from megatron_ext.optimizer_state import OptimizerState
+from megatron_ext.optimizer_state import GroupPlaces, OptimizerState
 
 
 class PagedOptimizer(MegatronOptimizer):
@@ -123,11 +124,13 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
     expert parallel size (see :mod:`megatron_ext.optimizer_state`).
     """
 
-    def __init__(self, dense: ChainedOptimizer, paged: PagedOptimizer, *, expert_parallel: bool) -> None:
+    def __init__(
+        self, dense: ChainedOptimizer, paged: PagedOptimizer, *, expert_parallel: bool, places: GroupPlaces
+    ) -> None:
         super().__init__([*dense.chained_optimizers, paged])
         self.dense = dense
         self.paged = paged
-        self._state = OptimizerState(dense=dense, adam=paged.adam, expert_parallel=expert_parallel)
+        self._state = OptimizerState(dense=dense, adam=paged.adam, expert_parallel=expert_parallel, places=places)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
@@ -190,8 +193,11 @@ def build_optimizer(
     support.check("optimizer", config)
     _refuse_dense_model(chunks)
     dense = stock(config, model_chunks, config_overrides, **options)
-    bindings, groups = _paged_groups(config, chunks, config_overrides)
     expert_parallel = chunks[0].config.expert_model_parallel_size > 1
+    listed = _listed_groups(config, chunks, config_overrides, expert_parallel=expert_parallel)
+    places = _places(listed, dense, expert_parallel=expert_parallel)
+    bindings = _bindings([listed[place] for place in places.paged], chunks)
+    groups = [_without_parameters(listed[place], config) for place in places.paged]
     shards, stats_group = PageShards(), _stats_group(dense, expert_parallel)
     if config.use_distributed_optimizer:
         group: dist.ProcessGroup = chunks[0].intra_expt_dp_group
@@ -210,7 +216,7 @@ def build_optimizer(
     for experts in bindings:
         experts.adam = adam
     paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
-    return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel)
+    return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places)
 
 
 def _refuse_dense_model(chunks: Sequence[MegaScaleDDP]) -> None:
@@ -249,30 +255,82 @@ def _arithmetic(config: OptimizerConfig, dense: ChainedOptimizer) -> AdamArithme
     return arithmetic_for(decoupled=decoupled, fused=fused, amsgrad=False)
 
 
-def _paged_groups(
-    config: OptimizerConfig, model_chunks: Sequence[MegaScaleDDP], overrides: dict[Any, Any] | None
-) -> tuple[dict[MegaScaleExperts, GroupBinding], list[dict[str, Any]]]:
-    """The groups stock would have put the experts' tensors into, and which of them each module's regions belong to."""
-    experts = [module for chunk in model_chunks for module in chunk.paged_experts]
-    stock_groups = _stock_groups(config, model_chunks, experts, overrides)
-    groups: list[dict[str, Any]] = []
+def _listed_groups(
+    config: OptimizerConfig,
+    model_chunks: Sequence[MegaScaleDDP],
+    overrides: dict[Any, Any] | None,
+    *,
+    expert_parallel: bool,
+) -> list[dict[str, Any]]:
+    """Stock's groups, experts included as stand-ins, of the optimizer that steps experts. A collective of all ranks."""
+    with ExitStack() as stack:
+        for chunk in model_chunks:
+            for module in chunk.paged_experts:
+                stack.enter_context(module.visible())
+        groups: list[dict[str, Any]] = _get_param_groups(list(model_chunks), config, overrides)
+    return [group for group in groups if group["is_expert_parallel"]] if expert_parallel else groups
+
+
+def _places(listed: list[dict[str, Any]], dense: ChainedOptimizer, *, expert_parallel: bool) -> GroupPlaces:
+    """Which of the listed groups are the dense optimizer's, and which are the experts' (or nobody's, on this rank)."""
+    if expert_parallel:
+        return GroupPlaces(dense=(), paged=tuple(range(len(listed))))
+    place_of_dense: list[int] = []
+    for group in dense.param_groups:
+        # The dense optimizer's groups are some of the listed ones, in their order; torch and schedulers add settings.
+        first = place_of_dense[-1] + 1 if place_of_dense else 0
+        same = (i for i in range(first, len(listed)) if _is_same_group(listed[i], group))
+        place = next(same, None)
+        if place is None:
+            raise RuntimeError(f"stock's dense optimizer has a group that the whole model has not: {_settings(group)}")
+        place_of_dense.append(place)
+    paged = [i for i, group in enumerate(listed) if _has_experts(group) or i not in place_of_dense]
+    return GroupPlaces(dense=tuple(place_of_dense), paged=tuple(paged))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _is_same_group(listed: dict[str, Any], group: dict[str, Any]) -> bool:
+    return all(key in group and group[key] == value for key, value in _settings(listed).items())
+
+
+def _has_experts(group: dict[str, Any]) -> bool:
+    return any(hasattr(parameter, SOURCE) for parameter in group["params"])
+
+
+def _bindings(
+    groups: Sequence[dict[str, Any]], model_chunks: Sequence[MegaScaleDDP]
+) -> dict[MegaScaleExperts, GroupBinding]:
+    """Which of ``groups`` the weights and the biases of each module belong to; frozen modules have none. A collective.
+
+    Raises:
+        ValueError: on every rank, where stock would put tensors of one module into different groups.
+    """
     weights: dict[MegaScaleExperts, int] = {}
     biases: dict[MegaScaleExperts, int] = {}
-    for stock_group in stock_groups:
-        sources = [getattr(p, SOURCE) for p in stock_group["params"] if hasattr(p, SOURCE)]
-        if not sources and not stock_group["is_expert_parallel"]:
-            continue
-        # torch.optim gives a group what it does not set itself.
-        group = {**_torch_defaults(config), **{k: v for k, v in stock_group.items() if k != "params"}, "params": []}
-        for module, name in sources:
+    problem: str | None = None
+    for index, group in enumerate(groups):
+        for module, name in (getattr(p, SOURCE) for p in group["params"] if hasattr(p, SOURCE)):
             target = biases if name.endswith(".bias") else weights
-            if target.setdefault(module, len(groups)) != len(groups):
-                raise ValueError(
+            if target.setdefault(module, index) != index and problem is None:
+                problem = (
                     f"{module.path}: experts of one module cannot be in different parameter groups with --megascale; "
                     f"{name} is in another one than its siblings"
                 )
-        groups.append(group)
-    return {m: GroupBinding(weights[m], biases.get(m)) for m in experts if m in weights}, groups
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise ValueError(found)
+    experts = [module for chunk in model_chunks for module in chunk.paged_experts]
+    return {module: GroupBinding(weights[module], biases.get(module)) for module in experts if module in weights}
+
+
+def _without_parameters(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+    """A stock group as PagedAdam's; torch.optim gives it what it does not set itself."""
+    return {**_torch_defaults(config), **_settings(group), "params": []}
 
 
 def _torch_defaults(config: OptimizerConfig) -> dict[str, Any]:
@@ -285,19 +343,3 @@ def _torch_defaults(config: OptimizerConfig) -> dict[str, Any]:
         eps=config.adam_eps,
     )
     return {key: value for key, value in probe.param_groups[0].items() if key != "params"}
-
-
-def _stock_groups(
-    config: OptimizerConfig,
-    model_chunks: Sequence[MegaScaleDDP],
-    experts: Sequence[MegaScaleExperts],
-    overrides: dict[Any, Any] | None,
-) -> list[dict[str, Any]]:
-    """Stock's parameter groups of the whole model, experts included as stand-ins. A collective of all ranks."""
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        for module in experts:
-            stack.enter_context(module.visible())
-        groups: list[dict[str, Any]] = _get_param_groups(list(model_chunks), config, overrides)
-    return groups

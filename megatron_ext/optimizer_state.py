@@ -2,21 +2,22 @@
 
 [Note: where stock keeps experts]
 With expert parallelism stock chains two optimizers, dense and experts; their states are entries 0 and 1 of a dict.
-Without, experts sit among the dense parameters of one optimizer. Sharded checkpoints identify tensors by key, built
-from the model's own key, so that an expert's entry is the same in both cases; only the dictionaries around it differ.
-What differs by optimizer is the shape of those dictionaries:
+Without, experts sit among the dense parameters of one optimizer, in its groups or in groups of their own. Sharded
+checkpoints identify tensors by key, built from the model's own key, so that an expert's entry is the same in both
+cases; only the dictionaries around it differ. What differs by optimizer is the shape of those dictionaries:
 
     fp32         {"state": {id: {exp_avg, exp_avg_sq}, "common_step"}, "param_groups"}
     float16      {"optimizer": as fp32, "fp32_from_fp16_params": [[fp32_param, ...] a group]}
     distributed  {"optimizer": {"param_groups"}, "param_state": {id: {param, exp_avg, exp_avg_sq}},
-    "param_state_sharding_type"}
+                  "param_state_sharding_type"}
 
-Ids are local to a process and never stored.
+Ids are local to a process and never stored. Lists are: they must have stock's lengths and order, or neither side loads
+what the other wrote. A state is checked as a whole before anything of it is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,29 +36,61 @@ from megascale_omni.paging.planes import Plane
 from megatron_ext.experts import SOURCE
 
 Form = Literal["fp32", "float16", "distributed"]
+Group = dict[str, Any]
 FIRST_ID = 1 << 30
 """Ids of experts' entries among dense ones start here; dense ids are small."""
 SUPPORTED_SHARDING = "fully_reshardable"
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What stock tells parameter groups of a checkpoint apart by (``param_group_identifier_keys``)."""
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One expert tensor of the model's sharded state dict."""
+class GroupPlaces:
+    """Where groups stand in the list of the one optimizer that stock has without expert parallelism.
 
-    sharded: Any  # ShardedTensor or ShardedTensorFactory of the weights
+    ``dense[i]`` is the place of the dense optimizer's group ``i``, ``paged[i]`` that of PagedAdam's. Both may name the
+    same place: stock would have dense parameters and experts in that group.
+    """
+
+    dense: tuple[int, ...]
+    paged: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Length of stock's list."""
+        return 1 + max((*self.dense, *self.paged), default=-1)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an expert tensor of the model's sharded state dict comes from; ``group`` is an index of PagedAdam's."""
+
     experts: PagedExperts
     name: str
+    group: int
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A state, taken apart and found complete."""
+
+    dense: dict[Any, Any] | None
+    tensors: list[dict[str, torch.Tensor]]
+    groups: list[Group]
+    steps: int
 
 
 class OptimizerState:
     """Reads and writes the state of dense optimizers and pages together (see [Note: where stock keeps experts])."""
 
-    def __init__(self, *, dense: ChainedOptimizer, adam: PagedAdam, expert_parallel: bool) -> None:
-        self._dense = dense
-        self._adam = adam
-        self._separate = expert_parallel
-        self._described: list[_Entry] = []
+    def __init__(self, *, dense: ChainedOptimizer, adam: PagedAdam, expert_parallel: bool, places: GroupPlaces) -> None:
         first = dense.chained_optimizers[0]
+        self._dense = None if first.is_stub_optimizer else dense
+        self._adam = adam
+        # Where every expert is frozen stock has no optimizer for them.
+        self._separate = expert_parallel and bool(adam.param_groups)
+        self._places = places
+        self._described: list[_Source] | None = None
         self._form: Form = "fp32"
         if isinstance(first, DistributedOptimizer):
             self._form = "distributed"
@@ -80,58 +113,99 @@ class OptimizerState:
                 f"distributed optimizer checkpoints of type {sharding!r} are not supported with --megascale; use "
                 "--dist-ckpt-optim-fully-reshardable"
             )
-        dense = self._dense.sharded_state_dict(model, is_loading, **kwargs)
-        tensors = self._expert_tensors(list(_entries(model)))
+        dense = {} if self._dense is None else self._dense.sharded_state_dict(model, is_loading, **kwargs)
+        tensors = self._expert_tensors(model)
         if not self._separate:
-            _add(dense, tensors, self._form)
-            return dense
-        states: dict[Any, Any] = {0: dense, 1: self._separate_state(tensors)}
+            return self._merged(dense, tensors)
+        groups = [self._stored(group) for group in self._adam.param_groups]
+        states: dict[Any, Any] = {0: dense, 1: self._filled(self._empty(groups), tensors, range(len(groups)))}
         # Stock's rule for the prefix, which keeps the two optimizers' keys apart in older layouts.
-        if self._form != "distributed" and not metadata.get("chained_optim_avoid_prefix", False):
+        if not metadata.get("chained_optim_avoid_prefix", False):
             for index, state in states.items():
                 add_prefix_for_sharding(state, f"chained_{index}.")
         return states
 
-    def _expert_tensors(self, entries: list[_Entry]) -> dict[int, dict[str, Any]]:
-        """By id, the sharded state tensors of every expert tensor."""
-        planes = {"exp_avg": Plane.MOMENT1, "exp_avg_sq": Plane.MOMENT2}
-        master = {"fp32": None, "float16": "fp32_param", "distributed": "param"}[self._form]
+    def _expert_tensors(self, model: dict[str, Any]) -> list[dict[str, Any]]:
+        """The sharded state of every expert tensor that is stepped, in the order of ``_described``."""
         dense: dict[tuple[PagedExperts, Plane], dict[str, torch.Tensor]] = {}
-        result: dict[int, dict[str, Any]] = {}
-        for number, entry in enumerate(entries):
-            keys = dict(planes)
-            if master is not None:
-                keys[master] = master_plane(entry.experts)
-            result[FIRST_ID + number] = {}
-            for key, plane in keys.items():
-                if (entry.experts, plane) not in dense:
-                    dense[entry.experts, plane] = self._adam.dense(entry.experts, plane)
-                tensor = dense[entry.experts, plane][entry.name]
-                sharded = make_sharded_optimizer_tensor(entry.sharded, tensor, prefix=f"optimizer.state.{key}")
-                result[FIRST_ID + number][key] = sharded
-        self._described = entries
+        result: list[dict[str, Any]] = []
+        self._described = []
+        for sharded, source in self._sources(model):
+            entry: dict[str, Any] = {}
+            for key, plane in _planes(source.experts, self._form).items():
+                if (source.experts, plane) not in dense:
+                    dense[source.experts, plane] = self._adam.dense(source.experts, plane)
+                tensor = dense[source.experts, plane][source.name]
+                entry[key] = make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.state.{key}")
+            result.append(entry)
+            self._described.append(source)
         return result
 
-    def _separate_state(self, tensors: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """What stock's own expert optimizer would have written."""
-        groups = deepcopy(self._adam.param_groups)
+    def _sources(self, model: dict[str, Any]) -> Iterator[tuple[Any, _Source]]:
+        """The stepped experts' tensors (ShardedTensor or factory) of a model's sharded state dict, in its order."""
+        found, _ = extract_sharded_tensors_and_factories(model)
+        for sharded in nested_values(found):
+            experts, name = getattr(sharded.data, SOURCE, (None, ""))
+            if experts in self._adam.bindings:
+                binding = self._adam.bindings[experts]
+                group = binding.biases if name.endswith(".bias") else binding.weights
+                assert group is not None
+                yield sharded, _Source(experts, name, group)
+
+    def _merged(self, dense: dict[str, Any], tensors: list[dict[str, Any]]) -> dict[str, Any]:
+        """One optimizer's state, of dense parameters and experts."""
+        state = dense or self._empty([])
+        groups: list[Group | None] = [None] * self._places.count
+        for place, group in zip(self._places.dense, self._inner(state)["param_groups"], strict=True):
+            groups[place] = group
+        for place, own in zip(self._places.paged, self._adam.param_groups, strict=True):
+            groups[place] = groups[place] or self._stored(own)
+        self._inner(state)["param_groups"] = groups
+        if self._form == "float16":
+            masters: list[list[Any]] = [[] for _ in groups]
+            for place, group_masters in zip(self._places.dense, state["fp32_from_fp16_params"], strict=True):
+                masters[place] = list(group_masters)
+            state["fp32_from_fp16_params"] = masters
+        return self._filled(state, tensors, self._places.paged)
+
+    def _stored(self, group: Group) -> Group:
+        """A group of PagedAdam's as stock would store it."""
+        stored = {key: deepcopy(value) for key, value in group.items() if key != "params"}
         if self._form == "distributed":
-            for group in groups:
-                del group["params"]
-                group["step"] = float(self._adam.num_steps)
-            state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
-            state["param_state_sharding_type"] = SUPPORTED_SHARDING
-        else:
-            for group in groups:
-                group["params"] = LocalNonpersistentObject([])
-            inner: dict[str, Any] = {"state": {}, "param_groups": groups}
-            if self._adam.num_steps:
-                inner["state"]["common_step"] = torch.tensor(float(self._adam.num_steps))
-            state = inner
+            return {**stored, "step": float(self._adam.num_steps)}
+        return {**stored, "params": LocalNonpersistentObject([])}
+
+    def _empty(self, groups: list[Group]) -> dict[str, Any]:
+        """A state without tensors."""
+        if self._form == "distributed":
+            sharding = {"param_state_sharding_type": SUPPORTED_SHARDING}
+            return {"optimizer": {"param_groups": groups}, "param_state": {}, **sharding}
+        inner: dict[str, Any] = {"state": {}, "param_groups": groups}
+        if self._adam.num_steps:
+            inner["state"]["common_step"] = torch.tensor(float(self._adam.num_steps))
+        if self._form == "float16":
+            return {"optimizer": inner, "fp32_from_fp16_params": [[] for _ in groups]}
+        return inner
+
+    def _filled(self, state: dict[str, Any], tensors: list[dict[str, Any]], places: Sequence[int]) -> dict[str, Any]:
+        """``state`` with the experts' tensors; ``places`` of PagedAdam's groups in its list."""
+        by_id = self._by_id(state)
+        assert self._described is not None
+        for number, (source, entry) in enumerate(zip(self._described, tensors, strict=True)):
             if self._form == "float16":
-                state = {"optimizer": inner, "fp32_from_fp16_params": [[] for _ in groups]}
-        _add(state, tensors, self._form)
+                state["fp32_from_fp16_params"][places[source.group]].append(entry["fp32_param"])
+            by_id[FIRST_ID + number] = {k: v for k, v in entry.items() if k != "fp32_param"}
         return state
+
+    def _inner(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a state that has the parameter groups."""
+        inner: dict[str, Any] = state if self._form == "fp32" else state["optimizer"]
+        return inner
+
+    def _by_id(self, state: dict[str, Any]) -> dict[Any, Any]:
+        """The part of a state that has tensors by id."""
+        by_id: dict[Any, Any] = state["param_state"] if self._form == "distributed" else self._inner(state)["state"]
+        return by_id
 
     # -- reading
     # --------------------------------------------------------------------------------------------------------
@@ -140,103 +214,98 @@ class OptimizerState:
         """Loads a state whose template :meth:`sharded` made.
 
         Raises:
-            ValueError: the state has another form, e.g. that of another expert parallel size.
+            ValueError: the state is of another form, e.g. that of another expert parallel size; nothing is loaded then.
+            RuntimeError: no template was made.
         """
-        dense = state
-        experts = state
-        if self._separate:
-            if 0 not in state or 1 not in state:
-                raise ValueError(
-                    "the optimizer state was saved without expert parallelism (one optimizer); load it at "
-                    "--expert-model-parallel-size 1, or the weights alone with --no-load-optim"
-                )
-            dense, experts = state[0], state[1]
-        self._load_experts(experts)
-        if not self._separate:
-            _strip(dense, self._form)
-        self._dense.load_state_dict(dense)
-        if not self._separate:
-            self._copy_groups(self._dense.param_groups)
-
-    def _load_experts(self, state: dict[str, Any]) -> None:
-        inner = state if self._form == "fp32" else state["optimizer"]
-        entries = _taken(state, self._form)
-        for number, entry in enumerate(self._described):
-            loaded = entries[FIRST_ID + number]
-            for key, plane in _planes(entry.experts, self._form).items():
+        if self._described is None:
+            raise RuntimeError("call sharded_state_dict(..., is_loading=True) first: it says what is to be loaded")
+        loaded = self._taken(state)
+        if self._dense is not None:
+            self._dense.load_state_dict(loaded.dense)
+        for source, entry in zip(self._described, loaded.tensors, strict=True):
+            for key, plane in _planes(source.experts, self._form).items():
                 # fp32 weights come with the model; the distributed optimizer's copy of them is the same.
-                self._adam.load_dense(entry.experts, plane, {entry.name: loaded[key]})
+                self._adam.load_dense(source.experts, plane, {source.name: entry[key]})
+        for own, group in zip(self._adam.param_groups, loaded.groups, strict=True):
+            own.update({key: value for key, value in group.items() if key not in ("params", "step")})
+        self._adam.set_num_steps(loaded.steps)
+
+    def _taken(self, state: dict[Any, Any]) -> _Loaded:
+        """Takes a state apart; ``state`` itself is left with what is the dense optimizer's."""
         if self._separate:
-            self._copy_groups(inner["param_groups"])
-        self._adam.set_num_steps(_num_steps(state, inner, self._form))
+            if self._dense is not None:
+                self._check_groups(state.get(0), "of the dense parameters ")
+            self._check_groups(state.get(1), "of the experts ")
+            experts, places = state[1], list(range(len(self._adam.param_groups)))
+        else:
+            self._check_groups(state, "")
+            experts, places = state, list(self._places.paged)
+        inner = self._inner(experts)
+        groups = [
+            _matching(own, inner["param_groups"], place)
+            for own, place in zip(self._adam.param_groups, places, strict=True)
+        ]
+        steps = self._steps(experts)
+        tensors = self._take_tensors(experts, places)
+        if self._separate:
+            return _Loaded(state.get(0), tensors, groups, steps)
+        inner["param_groups"] = [inner["param_groups"][place] for place in self._places.dense]
+        if self._form == "float16":
+            masters = state["fp32_from_fp16_params"]
+            state["fp32_from_fp16_params"] = [masters[place] for place in self._places.dense]
+        return _Loaded(state, tensors, groups, steps)
 
-    def _copy_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Takes over settings of the groups that match by stock's own keys."""
-        identity = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-        by_key = {tuple(g.get(k) for k in identity): g for g in groups}
-        for group in self._adam.param_groups:
-            key = tuple(group.get(k) for k in identity)
-            if key not in by_key:
-                raise ValueError(f"the checkpoint has no parameter group {dict(zip(identity, key, strict=True))}")
-            loaded = {k: v for k, v in by_key[key].items() if k not in ("params", "step")}
-            group.update(loaded)
+    def _check_groups(self, state: dict[str, Any] | None, whose: str) -> None:
+        inner = (state or {}) if self._form == "fp32" else (state or {}).get("optimizer", {})
+        if "param_groups" not in inner:
+            here = "two optimizers (dense and experts)" if self._separate else "one optimizer"
+            raise ValueError(
+                f"the checkpoint has no optimizer state {whose}in the form of this run, which is that of {here}: it "
+                "was saved at another --expert-model-parallel-size or with another optimizer. Use its settings, or "
+                "load the weights alone with --no-load-optim"
+            )
+
+    def _take_tensors(self, state: dict[str, Any], places: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Removes the experts' tensors from a state."""
+        by_id = self._by_id(state)
+        assert self._described is not None
+        taken = [by_id.pop(FIRST_ID + number) for number in range(len(self._described))]
+        if self._form == "float16":
+            masters = state["fp32_from_fp16_params"]
+            for source, entry in reversed(list(zip(self._described, taken, strict=True))):
+                entry["fp32_param"] = masters[places[source.group]].pop()
+        return taken
+
+    def _steps(self, state: dict[str, Any]) -> int:
+        inner = self._inner(state)
+        if self._form == "distributed":
+            return int(inner["param_groups"][0]["step"]) if inner["param_groups"] else 0
+        return int(inner["state"].get("common_step", 0))
 
 
-def _entries(model: dict[str, Any]) -> Iterator[_Entry]:
-    """The experts' tensors of a model's sharded state dict, in its order."""
-    sharded, _ = extract_sharded_tensors_and_factories(model)
-    for tensor in nested_values(sharded):
-        source = getattr(tensor.data, SOURCE, None)
-        if source is not None:
-            yield _Entry(tensor, *source)
+def _matching(own: Group, stored: list[Group], place: int) -> Group:
+    """The stored group with ``own``'s identity: the one at ``place`` if it has it, else the last one, as stock does."""
+
+    def identity(group: Group) -> tuple[object, ...]:
+        return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTITY)
+
+    if place < len(stored) and identity(stored[place]) == identity(own):
+        return stored[place]
+    candidates = [group for group in stored if identity(group) == identity(own)]
+    if not candidates:
+        described = dict(zip(IDENTITY, identity(own), strict=True))
+        raise ValueError(
+            f"the checkpoint has no parameter group with {described}: its parameters were grouped otherwise. Use its "
+            "settings, or load the weights alone with --no-load-optim"
+        )
+    return candidates[-1]
 
 
 def _planes(experts: PagedExperts, form: Form) -> dict[str, Plane]:
+    """By key, the planes whose tensors the optimizer's state holds."""
     planes = {"exp_avg": Plane.MOMENT1, "exp_avg_sq": Plane.MOMENT2}
     if form == "float16":
         planes["fp32_param"] = master_plane(experts)
     if form == "distributed":
         planes["param"] = master_plane(experts)
     return planes
-
-
-def _add(state: dict[str, Any], tensors: dict[int, dict[str, Any]], form: Form) -> None:
-    """Puts experts' tensors into a state of ``form``."""
-    if form == "distributed":
-        state["param_state"].update(tensors)
-        return
-    inner = state if form == "fp32" else state["optimizer"]
-    for number, by_key in tensors.items():
-        inner["state"][number] = {k: v for k, v in by_key.items() if k != "fp32_param"}
-    if form == "float16":
-        masters = [by_key["fp32_param"] for by_key in tensors.values()]
-        state["fp32_from_fp16_params"].append(masters)
-
-
-def _taken(state: dict[str, Any], form: Form) -> dict[int, dict[str, Any]]:
-    """The experts' tensors of a loaded state, by id."""
-    if form == "distributed":
-        return {k: v for k, v in state["param_state"].items() if isinstance(k, int) and k >= FIRST_ID}
-    inner = state if form == "fp32" else state["optimizer"]
-    found = {k: dict(v) for k, v in inner["state"].items() if isinstance(k, int) and k >= FIRST_ID}
-    if form == "float16":
-        for number, tensor in zip(sorted(found), state["fp32_from_fp16_params"][-1], strict=True):
-            found[number]["fp32_param"] = tensor
-    return found
-
-
-def _strip(state: dict[str, Any], form: Form) -> None:
-    """Removes the experts' tensors, so that stock's dense optimizer can load what is left."""
-    inner = (
-        state["param_state"] if form == "distributed" else (state if form == "fp32" else state["optimizer"])["state"]
-    )
-    for number in [k for k in inner if isinstance(k, int) and k >= FIRST_ID]:
-        del inner[number]
-    if form == "float16":
-        state["fp32_from_fp16_params"].pop()
-
-
-def _num_steps(state: dict[str, Any], inner: dict[str, Any], form: Form) -> int:
-    if form == "distributed":
-        return int(inner["param_groups"][0]["step"])
-    return int(inner["state"]["common_step"]) if "common_step" in inner["state"] else 0

@@ -23,7 +23,7 @@ from megascale_omni.schedule import Phase
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Of one gradient page after scaling and reduction: sum of squares (fp64) and number of non-zero elements."""
+    """Of one gradient page after scaling and reduction: square of its fp32 norm (in fp64), number of non-zero elements."""
 
     squares: float
     nonzeros: int

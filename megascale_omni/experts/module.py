@@ -26,9 +26,12 @@ class PagedExperts(torch.nn.Module):
     ``parameters()``.
 
     Args:
-        manager: owner of the pages. path: the module's path in the model, its identity. shape, layout: sizes and cut.
-        dtypes: dtype of each plane. activation: frozen description. style: stock class whose names are used.
-        products, workspace: shared by all modules of a process.
+        manager: owner of the pages. path: the module's path in the model, its identity. layout: sizes of an expert and
+        their cut. num_experts: local experts. dtypes: dtype of each plane. activation: frozen description. style: stock
+        class whose names are used. products, workspace: shared by all modules of a process.
+
+    Raises:
+        ValueError: the activation is gated and the layout is not, or the other way round; a style that does not fit.
     """
 
     def __init__(

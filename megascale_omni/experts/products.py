@@ -6,8 +6,8 @@ the result; with ``accumulate`` it is added to what ``out`` holds.
 [Note: products and rounding]
 A page is one product per matrix. Where the result has the operands' dtype the product lands in ``out`` directly. Where
 ``out`` is wider (fp32 sums of bf16 products), the product is rounded once to the operands' dtype by the CPU's matrix
-library, then added in fp32: over any number of pages that is at most one rounding of the sum's size more than stock's
-single product has.
+library, then added in fp32. What this adds to the rounding of stock's single product is, over any number of pages, at
+most one rounding of a number as large as the sum of the partial products' magnitudes.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ class PageNumbering:
 
         Raises:
             RuntimeError: when the path is taken (layer numbers collide with multi-token prediction, interleaved
-            chunks and
-                two towers; paths do not).
+                chunks and two towers; paths do not).
         """
         if path in self._paths:
             raise RuntimeError(f"module path {path} is registered twice")

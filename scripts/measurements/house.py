@@ -17,7 +17,7 @@ from scripts.measuring.progress import say
 from scripts.measuring.statistics import paired_ratio
 
 if TYPE_CHECKING:
-    from scripts.measurements.layer import LayerTimes
+    from scripts.measurements.house_layer import LayerTimes
 
 THREADS = 2
 TOKENS = 1024
@@ -43,7 +43,7 @@ def _layer_times(context: Context, preset: str, *, bf16: bool) -> LayerTimes:
             "tokens": TOKENS,
         }
         name = f"layer, {preset}, {'bf16' if bf16 else 'fp32'}"
-        target = "scripts.measurements.layer:LayerBench"
+        target = "scripts.measurements.house_layer:LayerBench"
         with Workers(target, ranks=1, threads=THREADS, name=name, arguments=arguments) as workers:
             (times,) = workers.call(
                 "measure",

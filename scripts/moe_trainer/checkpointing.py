@@ -66,8 +66,8 @@ def save(trainer: "Trainer", folder: str | Path) -> str:
     """Write a checkpoint of the trainer's iteration. The tracker names it once it is complete. Returns its folder.
 
     Raises:
-        RuntimeError: it could not be written, for want of space for instance. What was written of it is removed, and the
-            tracker still names the one before.
+        RuntimeError: it could not be written, for want of space for instance. What was written of it is removed, and
+            the tracker still names the one before.
     """
     path = _iteration_folder(folder, trainer.iteration)
     if trainer.is_first_rank:
