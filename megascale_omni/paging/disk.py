@@ -13,8 +13,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import tempfile
 import threading
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
+from megascale_omni.paging.layout import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +49,7 @@ class DiskFile:
     def __init__(self, folder: str | Path, *, checksum: Checksum = "auto") -> None:
         self.folder = Path(folder)
         self.checksum_name, self._digest = _digest(checksum)
-        if not self.folder.is_dir():
-            raise ValueError(
-                f"disk path {self.folder} is not a folder; create it, or give another --megascale-disk-path"
-            )
+        _check_folder(self.folder)
         self.file_system = file_system_of(self.folder)
         if self.file_system in MEMORY_FILE_SYSTEMS:
             logger.warning(
@@ -59,6 +59,8 @@ class DiskFile:
                 self.file_system,
             )
         self._fd, self.direct = _open_nameless(self.folder)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # the system does it, after the last thread
         self._size = 0
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -76,11 +78,13 @@ class DiskFile:
         try:
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
+            what = f"disk path {self.folder} has no room for the experts' pages"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                what = f"disk path {self.folder} cannot hold the experts' pages"
             free = os.statvfs(self.folder)
             raise ValueError(
-                f"disk path {self.folder} has no room for the experts' pages: {offset + nbytes} bytes are needed, "
-                f"{free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}); free some, or give "
-                "another --megascale-disk-path"
+                f"{what}: {offset + nbytes} bytes are needed, {free.f_bavail * free.f_frsize} are free "
+                f"({os.strerror(error.errno or 0)}); free some, or give another --megascale-disk-path"
             ) from error
         self._size += nbytes
         return offset
@@ -88,30 +92,22 @@ class DiskFile:
     def write(self, offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
         """Writes a whole slot. Raises PageIoError naming the page."""
         data = _bytes_of(slot)
-        total, done = len(data), 0
         try:
-            while done < total:
-                count = self._pwrite(data[done:], offset + done)
-                if count <= 0:
-                    raise PageIoError(errno.EIO, f"wrote {done} of {total} bytes")
-                done += count
+            self._whole(os.pwritev, data, offset)
         except OSError as error:
             raise PageIoError(error.errno, f"writing the {name()} failed: {error.strerror or error}") from error
         digest = self._digest(data) if self._digest else 0
         with self._lock:
             self._sums[offset] = digest
-            self.bytes_written += total
+            self.bytes_written += len(data)
 
     def read(self, offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
         """Reads a whole slot. Raises PageIoError naming the page, also where the checksum does not match."""
+        if offset not in self._sums:
+            raise RuntimeError(f"the {name()} is read from disk, but was never written there")
         data = _bytes_of(slot)
-        total, done = len(data), 0
         try:
-            while done < total:
-                count = self._pread(data[done:], offset + done)
-                if count <= 0:
-                    raise PageIoError(errno.EIO, f"the file ends after {done} of {total} bytes")
-                done += count
+            self._whole(os.preadv, data, offset)
         except OSError as error:
             raise PageIoError(error.errno, f"reading the {name()} failed: {error.strerror or error}") from error
         if self._digest and self._digest(data) != self._sums[offset]:
@@ -120,24 +116,38 @@ class DiskFile:
                 f"reading the {name()} failed: its {self.checksum_name} checksum does not match what was written",
             )
         with self._lock:
-            self.bytes_read += total
+            self.bytes_read += len(data)
+
+    def _whole(self, call: Callable[..., int], data: np.ndarray, offset: int) -> None:
+        """Repeats a call that may do less than it was asked for."""
+        total, done = len(data), 0
+        while done < total:
+            count = call(self._fd, [data[done:]], offset + done)
+            if self.direct and done + count < total:
+                count -= count % SLOT_ALIGNMENT  # direct io goes on at whole blocks only
+            if count <= 0:
+                raise PageIoError(errno.EIO, f"it ended after {done} of {total} bytes")
+            done += count
 
     def close(self) -> None:
         """Closes the file, which removes it. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _pwrite(self, data: np.ndarray, offset: int) -> int:
-        return os.pwritev(self._fd, [data], offset)  # type: ignore[list-item]
-
-    def _pread(self, data: np.ndarray, offset: int) -> int:
-        return os.preadv(self._fd, [data], offset)  # type: ignore[list-item]
+        self._close()
+        self._fd = -1
 
 
 def _bytes_of(slot: torch.Tensor) -> np.ndarray:
     view: np.ndarray = slot.view(torch.uint8).numpy()
     return view
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        if folder.is_dir():
+            return
+        problem = "is not a folder; create it, or"
+    except OSError as error:
+        problem = f"cannot be reached: {error.strerror};"
+    raise ValueError(f"disk path {folder} {problem} give another --megascale-disk-path")
 
 
 def _open_nameless(folder: Path) -> tuple[int, bool]:
@@ -177,7 +187,7 @@ def file_system_of(folder: Path) -> str:
     resolved = str(folder.resolve())
     for line in lines:
         fields, _, rest = line.partition(" - ")
-        mount = fields.split()[4].encode().decode("unicode_escape")
+        mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
         inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, rest.split()[0]
