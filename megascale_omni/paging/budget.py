@@ -45,20 +45,18 @@ def smallest_budget(needs: Mapping[SlotClass, ClassNeed]) -> int:
 def share(budget: Budget, needs: Mapping[SlotClass, ClassNeed]) -> dict[SlotClass, int]:
     """Slots for each class: in proportion to its pages, never under its floor, never more than its pages.
 
-    Classes that the floor lifts above their share take it from the others.
+    What the floors of some classes take beyond their share, the others go without: where the budget holds all floors
+    (see :func:`smallest_budget`), all slots together are within it.
     """
-    total = sum(need.pages * c.nbytes for c, need in needs.items())
-    left = float(budget.bytes_of(total))
+    left = budget.bytes_of(sum(need.pages * c.nbytes for c, need in needs.items()))
     slots: dict[SlotClass, int] = {}
-    # Smallest share of its floor first, so that what the floors take is known before the rest is divided.
-    pending = sorted(needs, key=lambda c: (needs[c].pages - needs[c].floor) * c.nbytes)
-    remaining = float(total)
-    for slot_class in pending:
-        need = needs[slot_class]
-        own = need.pages * slot_class.nbytes
-        portion = left * own / remaining if remaining else 0.0
-        count = min(need.pages, max(min(need.floor, need.pages), int(portion // slot_class.nbytes)))
-        slots[slot_class] = count
-        left = max(0.0, left - count * slot_class.nbytes)
-        remaining -= own
-    return slots
+    pending = {c: need for c, need in needs.items() if need.pages}
+    while pending:
+        wanted = sum(need.pages * c.nbytes for c, need in pending.items())
+        portions = {c: min(need.pages, left * need.pages // wanted) for c, need in pending.items()}
+        lifted = {c: min(n.floor, n.pages) for c, n in pending.items() if portions[c] < min(n.floor, n.pages)}
+        settled = lifted or portions
+        slots.update(settled)
+        left = max(0, left - sum(count * c.nbytes for c, count in settled.items()))
+        pending = {c: need for c, need in pending.items() if c not in settled}
+    return {c: slots.get(c, 0) for c in needs}
