@@ -29,6 +29,9 @@ USES: dict[Plane, frozenset[Phase]] = {
 FAR = float(1 << 40)
 """Later than any use that is known."""
 
+LONGEST_STEP = 1 << 16
+"""Visits after which a step is taken to be over where nobody says so, lest the record grows for ever."""
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -51,6 +54,8 @@ class Forecast:
         """A visit begins. Evaluation and exports are not what the next training step repeats, and are not kept."""
         self._current = visit
         if visit.phase not in (Phase.EVAL, Phase.IDLE):
+            if len(self._now) >= LONGEST_STEP:
+                self.end_step()
             self._now.append(visit)
 
     def end_step(self) -> None:
@@ -81,8 +86,11 @@ class Forecast:
         positions = self._positions.get((plane, module))
         if not positions:
             return FAR
-        index = bisect.bisect_right(positions, after)
-        return positions[index] if index < len(positions) else positions[0] + len(self._last)
+        # A step may turn out longer than the last one; what comes then is taken to be another round of it.
+        rounds, place = divmod(after, len(self._last))
+        index = bisect.bisect_right(positions, place)
+        found = positions[index] if index < len(positions) else positions[0] + len(self._last)
+        return found + rounds * len(self._last)
 
     def following(self, count: int) -> list[Visit]:
         """The next ``count`` visits after the current one, as the last step had them."""

@@ -13,12 +13,15 @@ from megascale_omni.paging.tiers import Arena, TierKind
 if TYPE_CHECKING:
     from megascale_omni.paging.pager import Pager
 
+AWAY = (TierKind.HOST, TierKind.DISK)
+
 
 def check_integrity(table: PageTable, pager: Pager) -> None:
     """Raises RuntimeError, with the equation, unless
 
     slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page
-    is in the device arena; no pin count is negative; a page on disk is clean and has a place there.
+    is in the device arena; no pin count is negative; a page on disk is clean and has a place there; a page on its way
+    comes from where its row says, and no lease holds it.
     """
     for arena in (pager.tiers.device, pager.tiers.host):
         arena.check_integrity()
@@ -31,6 +34,13 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
     lost = np.nonzero((table.tier == TierKind.DISK) & (table.dirty | (table.disk_offset < 0)))[0]
     if len(lost):
         raise RuntimeError(f"{table.numbering.describe(int(lost[0]))} is on disk, but its bytes there are not current")
+    for page_id, kind in pager.flights():
+        right = (TierKind.DEVICE,) if kind.value == "leaving" else AWAY
+        if table.tier[page_id] not in right or table.pins[page_id]:
+            raise RuntimeError(
+                f"{table.numbering.describe(page_id)} is {kind.value} while it is {table.state(page_id).value} with "
+                f"{table.pins[page_id]} leases"
+            )
 
 
 def _check_owners(table: PageTable, pager: Pager, arena: Arena) -> None:

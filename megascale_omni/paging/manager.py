@@ -7,28 +7,36 @@ module's experts (waves), the optimizer and exports sweep page by page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
-from megascale_omni.paging.batches import Batch, batch_pages, cut_batches
-from megascale_omni.paging.budget import Budget, ClassNeed, share, smallest_budget
+from megascale_omni.paging.batches import Batch, cut_batches
+from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.forecast import Forecast, Visit
 from megascale_omni.paging.integrity import check_integrity
-from megascale_omni.paging.layout import PageLayout, PageViews, SlotClass
+from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
 from megascale_omni.paging.mover import Mover
+from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.pager import Pager, Tiers
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import Arena, TierKind
 from megascale_omni.schedule import Phase, Schedule
+
+SWEEP_AHEAD = 16
+"""Pages that a sweep asks for ahead."""
+
+CatchUp = Callable[[PagedModule, np.ndarray], None]
+"""Brings weight pages (ids) of a module up to date; called before they are read."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,10 @@ class ExpertManager:
         self.arena = Arena(device=device, poison=poison)
         self.pager = Pager(self.table, self._tiers(device), self.forecast)
         self.pager.on_move = self._forget_views
-        self.catch_up: Callable[[PagedModule, np.ndarray], None] | None = None
         self.schedule.on_step(self.forecast.end_step)
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
+        self._catch_up: dict[int, CatchUp] = {}
 
     def _tiers(self, device: torch.device) -> Tiers:
         paths, cuda = self.options.disk_path, device.type == "cuda"
@@ -83,8 +91,8 @@ class ExpertManager:
         module = PagedModule(entry=entry, layout=layout, dtypes={})
         self._modules.append(module)
         self.table.grow()
-        for plane, dtype in dtypes.items():
-            self.set_plane_dtype(module, plane, dtype)
+        for plane in sorted(dtypes):  # weights first: they decide about batches
+            self.set_plane_dtype(module, plane, dtypes[plane])
         return module
 
     def set_plane_dtype(self, module: PagedModule, plane: Plane, dtype: torch.dtype) -> None:
@@ -120,55 +128,23 @@ class ExpertManager:
 
     # -- budget --------------------------------------------------------------------------------------------------------
 
-    def needs(self) -> dict[SlotClass, ClassNeed]:
-        """Pages and floor of every slot class, as far as modules are known.
-
-        The floor is two of the largest groups that are worked on together: a batch in the backward (weights and
-        gradients), a page in the optimizer (weights, gradient, moments).
-        """
-        pages: dict[SlotClass, int] = {}
-        floors: dict[SlotClass, int] = {}
-        for module in self._modules:
-            batch = batch_pages(module.layout, module.dtypes[Plane.WEIGHT])
-            together: dict[SlotClass, int] = {}
-            single: dict[SlotClass, int] = {}
-            for plane in module.dtypes:
-                slot_class = module.slot_class(plane)
-                pages[slot_class] = pages.get(slot_class, 0) + module.entry.num_pages
-                single[slot_class] = single.get(slot_class, 0) + 1
-                if plane in (Plane.WEIGHT, Plane.GRADIENT):
-                    together[slot_class] = together.get(slot_class, 0) + min(batch, module.entry.num_pages)
-            for slot_class, count in single.items():
-                floor = 2 * max(count, together.get(slot_class, 0))
-                floors[slot_class] = max(floors.get(slot_class, 0), floor)
-        return {c: ClassNeed(pages[c], floors[c]) for c in pages}
-
     def check_budget(self) -> None:
         """To be called when all modules and planes are known.
 
         Raises:
             ValueError: the device budget is too small; names the number that works.
         """
-        if self.pager.tiers.disk is None:
-            return
-        needs = self.needs()
-        total = sum(need.pages * c.nbytes for c, need in needs.items())
-        budget, smallest = self.options.device_budget.bytes_of(total), smallest_budget(needs)
-        if budget < smallest:
-            raise ValueError(
-                f"device budget {budget} bytes is too small: the largest group of pages worked on together needs "
-                f"{smallest} bytes ({100 * smallest / total:.1f}% of all pages); use --megascale-device-budget "
-                f"{smallest} or more, or smaller pages (--megascale-page-size)"
-            )
+        if self.pager.tiers.disk is not None:
+            check_budget(self.options.device_budget, class_needs(self._modules))
 
     def _share_budget(self) -> None:
-        needs = self.needs()
+        needs = class_needs(self._modules)
         for slot_class, slots in share(self.options.device_budget, needs).items():
             self.arena.set_limit(slot_class, slots)
             self.pager.evict_down(slot_class)
-        for slot_class, slots in share(self.options.host_budget, needs).items():
-            wanted = self.options.host_budget.bytes_of(sum(n.pages * c.nbytes for c, n in needs.items()))
-            self.pager.tiers.host.set_limit(slot_class, slots if wanted else 0)
+        without_floors = {c: replace(need, floor=0) for c, need in needs.items()}
+        for slot_class, slots in share(self.options.host_budget, without_floors).items():
+            self.pager.tiers.host.set_limit(slot_class, slots)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -177,15 +153,21 @@ class ExpertManager:
         return self.create_ids(module, plane, self.ids(module, plane, experts))
 
     def create_ids(self, module: PagedModule, plane: Plane, page_ids: np.ndarray) -> np.ndarray:
-        """The same for page ids of one module and plane.
+        """The same for page ids of one module and plane. Where there is no room for all, none is made.
 
         A page without contents should not leave: create pages when they are about to be written, and few at a time.
         """
         new: np.ndarray = page_ids[self.table.tier[page_ids] == TierKind.ABSENT]
-        for number, page_id in enumerate(new.tolist()):
-            self.pager.create(page_id)
-            self.table.pin(new[number : number + 1])  # making room for the next must not send this one away
-        self.table.unpin(new)
+        made = 0
+        try:
+            for page_id in new.tolist():
+                self.pager.create(page_id)
+                self.table.pin(new[made : made + 1])  # making room for the next must not send this one away
+                made += 1
+        finally:
+            self.table.unpin(new[:made])
+            if made < len(new):
+                self.drop(new[:made])
         return new
 
     def drop(self, page_ids: np.ndarray) -> None:
@@ -198,6 +180,20 @@ class ExpertManager:
         ids = self.ids(module, plane, range(module.entry.num_experts))
         mask: np.ndarray = self.table.tier[ids] != TierKind.ABSENT
         return mask.reshape(module.entry.num_experts, module.entry.num_slices)
+
+    # -- catching up ---------------------------------------------------------------------------------------------------
+
+    def set_catch_up(self, module: PagedModule, catch_up: CatchUp | None) -> None:
+        """Who knows what the module's weight pages have missed: the optimizer that steps them."""
+        self._catch_up.pop(module.entry.module, None)
+        if catch_up is not None:
+            self._catch_up[module.entry.module] = catch_up
+
+    def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
+        """Brings weight pages of a module up to date with its optimizer, before they are read."""
+        catch_up = self._catch_up.get(module.entry.module)
+        if catch_up is not None:
+            catch_up(module, page_ids)
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -240,30 +236,32 @@ class ExpertManager:
         """Sweeps the pages of ``experts`` in batches, ascending by (expert, slice); each is leased while current.
 
         What is computed must not depend on where a wave ends: sums run over (expert, slice) in the order given. Weight
-        pages are caught up with the optimizer before they are handed out. Absent pages of plane ``create`` are made.
+        pages are caught up with the optimizer before they are handed out. Absent pages of plane ``create`` are made;
+        where the caller does not come back for the next wave they are absent again, being half written.
         """
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
         self._begin_visit(module, phase, experts)
         ids = {p: [self._batch_ids(module, p, batch) for batch in batches] for p in planes}
+        groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
         for number, items in enumerate(batches):
-            if self.catch_up is not None and Plane.WEIGHT in ids:
+            if Plane.WEIGHT in ids:
                 self.catch_up(module, ids[Plane.WEIGHT][number])
-            self._reached(module, items[-1])
-            self._ahead(module, [np.concatenate([ids[p][n] for p in planes]) for n in range(number, len(batches))])
             leases: dict[Plane, Lease] = {}
-            fresh: frozenset[tuple[int, int]] = frozenset()
+            new: np.ndarray = groups[number][:0]
             try:
                 for plane in planes:
-                    if plane is not create:
-                        leases[plane] = self.lease_ids(module, plane, ids[plane][number])
-                if create is not None:
-                    new = set(self.create_ids(module, create, ids[create][number]).tolist())
-                    fresh = frozenset(i for i, p in zip(items, ids[create][number].tolist(), strict=True) if p in new)
-                    leases[create] = self.lease_ids(module, create, ids[create][number])
+                    if plane is create:
+                        new = self.create_ids(module, plane, ids[plane][number])
+                    leases[plane] = self.lease_ids(module, plane, ids[plane][number])
+                self._reached(module, items[-1])
+                self._ahead(module, islice(groups, number + 1, None))
+                fresh = frozenset((key.expert, key.slice) for key in map(self.key, new.tolist()))
                 yield Wave(items=items, leases=leases, fresh=fresh)
+                new = new[:0]
             finally:
                 for lease in leases.values():
                     lease.release()
+                self.drop(new)
 
     def sweep(
         self,
@@ -281,10 +279,8 @@ class ExpertManager:
         are made, filled with zeros.
         """
         self._begin_visit(module, phase, None)
-        ids = [np.concatenate([self._batch_ids(module, p, (name,)) for p in planes]) for name in names]
+        groups = [np.concatenate([self._batch_ids(module, p, (name,)) for p in planes]) for name in names]
         for number, name in enumerate(names):
-            self._reached(module, name)
-            self._ahead(module, ids[number : number + 17])
             leases: list[Lease] = []
             try:
                 for plane in planes:
@@ -293,10 +289,11 @@ class ExpertManager:
                     leases.append(self.lease_ids(module, plane, page))
                     if len(new):
                         leases[-1].page(*name).zero_()
+                    if write:  # at once: the caller may never come back
+                        leases[-1].mark_dirty()
+                self._reached(module, name)
+                self._ahead(module, islice(groups, number + 1, number + 1 + SWEEP_AHEAD))
                 yield name, tuple(lease.page(*name) for lease in leases)
-                if write:
-                    for lease in leases:
-                        lease.mark_dirty()
             finally:
                 for lease in leases:
                     lease.release()
@@ -304,6 +301,7 @@ class ExpertManager:
     def _begin_visit(self, module: PagedModule, phase: Phase, experts: Sequence[int] | None) -> None:
         if not self.pager.can_evict:
             return
+        self.pager.poll()
         self.forecast.visit(Visit(phase, module.entry.module))
         self.pager.cursor = (module.entry.module, -1.0)
         if experts is not None:
@@ -315,13 +313,16 @@ class ExpertManager:
             entry = module.entry
             self.pager.cursor = (entry.module, (name[0] * entry.num_slices + name[1]) / entry.num_pages)
 
-    def _ahead(self, module: PagedModule, groups: list[np.ndarray]) -> None:
-        """Asks for the groups after the first, and for the start of the next visit, in the order they are needed."""
+    def _ahead(self, module: PagedModule, coming: Iterable[np.ndarray]) -> None:
+        """Asks for the groups that are coming, and for the start of the next visit, in the order of need.
+
+        The current group must be leased: what it has been read for is the farthest use there is.
+        """
         if not (self.pager.can_evict and self.options.prefetch):
             return
         room = 2 + min((self.arena.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes}) // 2
         wanted: list[int] = []
-        for group in groups[1:]:
+        for group in coming:
             if len(wanted) >= room:
                 break
             wanted += [p for p in group.tolist() if self.table.tier[p] != TierKind.ABSENT]

@@ -11,9 +11,10 @@ current bytes; a clean page leaves without a write. All of this happens on the m
 from __future__ import annotations
 
 import enum
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,8 @@ from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.residency import Candidates, choose_victims
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import Arena, TierKind
+
+logger = logging.getLogger(__name__)
 
 VICTIMS_AT_ONCE = 8
 
@@ -80,6 +83,10 @@ class Pager:
         """Slots taken by flights: (page, slot, tier the page is going to); a page going to disk takes none."""
         return [(p, f.slot, f.target) for p, f in self._flights.items() if f.slot >= 0]
 
+    def flights(self) -> list[tuple[int, FlightKind]]:
+        """Pages on their way, and which way."""
+        return [(page_id, flight.kind) for page_id, flight in self._flights.items()]
+
     # -- what others see -----------------------------------------------------------------------------------------------
 
     @property
@@ -117,12 +124,14 @@ class Pager:
         """Brings pages to the device arena and waits for them.
 
         Raises:
-            PageIoError: bytes could not be read, or are not those written. RuntimeError: no room, all is pinned.
+            PageIoError: bytes could not be read, or are not those written. RuntimeError: a page is absent; no room, all
+                is pinned.
         """
         self._clock += 1
         self.table.last_use[page_ids] = self._clock
         if not self.can_evict:
             return
+        self.table.check_present(page_ids)
         away = page_ids[self.table.tier[page_ids] != TierKind.DEVICE].tolist()
         flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
         if not away and not flying:
@@ -130,7 +139,7 @@ class Pager:
         self._keep = frozenset(page_ids.tolist())
         try:
             for page_id in away:
-                if page_id not in self._flights:
+                if self._is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
                     self._load(page_id, wait=True)
             for page_id in self._keep & self._flights.keys():
@@ -145,6 +154,11 @@ class Pager:
             self._wanted = deque(p for p in page_ids if self._is_away(p))
             self._reap()
             self._serve_wanted()
+
+    def poll(self) -> None:
+        """Takes back the jobs that have ended. Raises what went wrong in any of them, whether a page waits or not."""
+        if self._flights:
+            self._reap()
 
     def settle(self) -> None:
         """Waits until nothing is on its way."""
@@ -198,7 +212,7 @@ class Pager:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _take_slot(self, slot_class: SlotClass, *, wait: bool, needed_before: float = -np.inf) -> int | None:
-        while not self.tiers.device.has_room(slot_class):
+        while self.can_evict and not self.tiers.device.has_room(slot_class):
             if not self._make_room(slot_class, wait=wait, needed_before=needed_before) and not wait:
                 return None
         return self.tiers.device.allocate(slot_class)
@@ -210,36 +224,34 @@ class Pager:
         self._reap()
         if device.used(slot_class) < used:
             return True
-        flights = [(p, f) for p, f in self._flights.items() if self.table.slot_class(p) == slot_class]
-        leaving = [f.future for _, f in flights if f.kind is FlightKind.LEAVING]
+        leaving = self._jobs(slot_class, FlightKind.LEAVING)
         if wait or not leaving:
             at_once = 1 + min(VICTIMS_AT_ONCE, (device.limit(slot_class) or 0) // 8) - len(leaving)
             for victim in self._victims(slot_class, count=max(0 if leaving else 1, at_once), before=needed_before):
                 self._evict(victim)
-        if device.used(slot_class) < used:
-            return True
+                if device.used(slot_class) < used:  # a clean page is gone at once, and one was asked for
+                    return True
         if not wait:
             return False
-        assert self.tiers.mover is not None
-        leaving = [
-            f.future for p, f in self._flights.items() if f.kind is FlightKind.LEAVING and self._is(p, slot_class)
-        ]
-        loading = [
-            f.future
-            for p, f in self._flights.items()
-            if f.kind is FlightKind.LOADING and self._is(p, slot_class) and p not in self._keep
-        ]
-        if not leaving and not loading:
+        # A page that is being loaded can leave once it is here. Those that are kept stay.
+        jobs = self._jobs(slot_class, FlightKind.LEAVING) or self._jobs(slot_class, FlightKind.LOADING)
+        if not jobs:
             raise RuntimeError(
                 f"device arena: all {device.limit(slot_class)} slots of {slot_class} are held by leases at once; "
                 "a larger --megascale-device-budget is needed"
             )
-        self.tiers.mover.wait_any(leaving or loading, what=f"making room for a page of {slot_class.nbytes} bytes")
+        assert self.tiers.mover is not None
+        self.tiers.mover.wait_any(jobs, what=f"making room for a page of {slot_class.nbytes} bytes")
         self._reap()
         return True
 
-    def _is(self, page_id: int, slot_class: SlotClass) -> bool:
-        return self.table.slot_class(page_id) == slot_class
+    def _jobs(self, slot_class: SlotClass, kind: FlightKind) -> list[Future[None]]:
+        """Jobs of a class after which a slot may become free."""
+        return [
+            flight.future
+            for page_id, flight in self._flights.items()
+            if flight.kind is kind and page_id not in self._keep and self.table.slot_class(page_id) == slot_class
+        ]
 
     def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         table = self.table
@@ -278,7 +290,6 @@ class Pager:
         source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
         assert mover is not None
         assert disk is not None
-        self.counts["pages_evicted"] += 1
         if self.tiers.host.has_room(slot_class):
             host_slot = self.tiers.host.allocate(slot_class)
             held = self.tiers.host.tensor(slot_class, host_slot)
@@ -296,6 +307,7 @@ class Pager:
 
     def _gone(self, page_id: int, slot: int, target: TierKind, target_slot: int) -> None:
         """A page's bytes are safe elsewhere: its slot is free."""
+        self.counts["pages_evicted"] += 1
         slot_class = self.table.slot_class(page_id)
         self._left(page_id)
         self.table.move(page_id, tier=target, slot=target_slot)
@@ -319,12 +331,15 @@ class Pager:
 
     def _land(self, page_id: int, *, stay: bool) -> None:
         flight = self._flights.pop(page_id)
-        error = flight.future.exception()
+        slot_class = self.table.slot_class(page_id)
+        error = _error_of(flight.future)
         if error is not None:
+            # The page is where it was before.
+            if flight.slot >= 0:
+                self._arena(flight.target).free(slot_class, flight.slot)
             if isinstance(error, PageIoError):
                 raise error
-            raise RuntimeError(f"{flight.kind.value} the {self._name(page_id)} failed: {error}") from error
-        slot_class = self.table.slot_class(page_id)
+            raise RuntimeError(f"{flight.kind.value} the {self._name(page_id)} failed: {error!r}") from error
         if flight.kind is FlightKind.LOADING:
             tier, slot = TierKind(self.table.tier[page_id]), int(self.table.slot[page_id])
             if tier is TierKind.HOST:
@@ -339,6 +354,9 @@ class Pager:
         elif flight.target is TierKind.HOST:
             self.tiers.host.free(slot_class, flight.slot)
 
+    def _arena(self, kind: TierKind) -> Arena:
+        return self.tiers.device if kind is TierKind.DEVICE else self.tiers.host
+
     def _arrived(self, page_id: int, slot: int) -> None:
         self._tensors[page_id] = self.tiers.device.tensor(self.table.slot_class(page_id), slot)
         self.on_move(page_id)
@@ -351,8 +369,22 @@ class Pager:
         return self.table.numbering.describe(page_id)
 
     def close(self) -> None:
-        """Ends io threads and removes the scratch file."""
-        if self.tiers.mover is not None:
-            self.tiers.mover.close()
-        if self.tiers.disk is not None:
+        """Ends io threads and removes the scratch file. Idempotent; errors that nobody has seen yet are logged."""
+        self._wanted.clear()
+        if self.tiers.mover is None or self.tiers.disk is None:
+            return
+        ended = self.tiers.mover.close()
+        for page_id, flight in self._flights.items():
+            error = _error_of(flight.future) if flight.future.done() else None
+            if error is not None and not flight.future.cancelled():
+                logger.error("%s the %s failed: %s", flight.kind.value, self._name(page_id), error)
+        if ended:
             self.tiers.disk.close()
+        else:
+            # Its file descriptor may become another file's, which the thread would then write to.
+            logger.error("an io thread does not end: the scratch file in %s stays open", self.tiers.disk.folder)
+
+
+def _error_of(future: Future[None]) -> BaseException | None:
+    """What went wrong in a job that has ended."""
+    return CancelledError("the pages were closed meanwhile") if future.cancelled() else future.exception()

@@ -107,6 +107,12 @@ class PageTable:
         self.dirty[page_id] = False
         return slot
 
+    def check_present(self, page_ids: np.ndarray) -> None:
+        """Raises RuntimeError where one of the pages to be leased is absent."""
+        absent = page_ids[self.tier[page_ids] == TierKind.ABSENT]
+        if len(absent):
+            raise RuntimeError(f"{self.numbering.describe(int(absent[0]))} is leased but absent")
+
     def pin(self, page_ids: np.ndarray) -> None:
         """Adds a pin to each page; every page must be ACTIVE."""
         if (self.tier[page_ids] != TierKind.DEVICE).any():

@@ -191,8 +191,9 @@ class Arena:
 def _aligned_empty(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
     """An uninitialised tensor that begins at a multiple of the slot alignment (on a CPU; a device aligns by itself)."""
     numel, itemsize = shape[0] * shape[1], dtype.itemsize
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
-    start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize
-    return raw[start : start + numel].view(shape)
+    with torch.inference_mode(False):  # a segment made during an evaluation is used in training
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
+        start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize
+        return raw[start : start + numel].view(shape)
