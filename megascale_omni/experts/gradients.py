@@ -23,7 +23,7 @@ from megascale_omni.schedule import Phase
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Of one gradient page after scaling and reduction: square of its fp32 norm (in fp64), number of non-zero elements."""
+    """Of one gradient page after scaling and reduction: its fp32 norm, squared in fp64; its non-zero elements."""
 
     squares: float
     nonzeros: int
@@ -87,9 +87,14 @@ class ExpertGradients:
                     self._statistics[experts, name] = PageStatistics(squares, known.nonzeros)
 
     def statistics(self, shards: PageShards) -> tuple[float, int]:
-        """Sum of squares and number of zeros of gradients this rank owns under ``shards``; absent pages are zeros."""
+        """Sum of squares and number of zeros of gradients this rank owns under ``shards``; absent pages are zeros.
+
+        Frozen modules have no gradients, zero or not.
+        """
         squares, zeros = 0.0, 0
         for experts in self.modules:
+            if not experts.trainable:
+                continue
             owned = shards.owned(experts)
             here = set(self.present(experts))
             missing = [name for name in owned if name in here and (experts, name) not in self._statistics]

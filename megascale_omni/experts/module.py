@@ -135,15 +135,16 @@ class PagedExperts(torch.nn.Module):
         Pages are caught up with the optimizer first. A view is valid until the next item is asked for; writing to it
         changes the page, which ``write`` announces.
         """
-        names = [(int(e), int(s)) for e, s in np.argwhere(self.manager.present(self.pages, plane))]
-        for name in names:
-            if self.manager.catch_up is not None:
-                self.manager.catch_up(self.pages, self.page_ids(Plane.WEIGHT, [name]))
+        present = np.argwhere(self.manager.present(self.pages, Plane.WEIGHT))
+        for name in [(int(expert), int(slice_)) for expert, slice_ in present]:
+            self.manager.catch_up(self.pages, self.page_ids(Plane.WEIGHT, [name]))
+            if not self.manager.present(self.pages, plane)[name]:
+                continue
             with self.lease(plane, [name]) as lease:
+                if write:  # at once: the caller may never come back
+                    lease.mark_dirty()
                 for item in self.names.of_page(*name):
                     yield item, self.layout.part(lease.page(*name), item.slice, item.part)
-                if write:
-                    lease.mark_dirty()
 
     def dense(self, plane: Plane = Plane.WEIGHT) -> dict[str, torch.Tensor]:
         """Copies of all named tensors of a plane, under their stock names and shapes; absent pages are zeros."""

@@ -22,7 +22,8 @@ class Workspace:
         numel = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # a buffer made during an evaluation is used in training
+                buffer = torch.empty(numel, dtype=dtype, device=self.device)
             self._buffers[name, dtype] = buffer
         return buffer[:numel].view(shape)
 

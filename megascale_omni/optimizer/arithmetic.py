@@ -36,12 +36,14 @@ class AdamArithmetic(Protocol):
     Attributes:
         name: as reported at the start of a run.
         cut_multiple: see [Note: cutting tensors]; 1 where any cut will do.
+        decoupled: AdamW's weight decay. Adam's is a part of the gradient, so that moments do not stay zero without one.
 
     All methods raise ValueError for tensors that are not contiguous, not fp32 or of unequal lengths.
     """
 
     name: str
     cut_multiple: int
+    decoupled: bool
 
     def step(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, record: StepRecord) -> None:
         """Applies one step; ``g`` is left as it is."""
@@ -90,7 +92,7 @@ class _UnfusedAdam:
 
     name: str
     cut_multiple = 1
-    _decoupled: bool
+    decoupled: bool
 
     def step(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, record: StepRecord) -> None:
         """See :class:`AdamArithmetic`."""
@@ -129,7 +131,7 @@ class _UnfusedAdam:
 
     def _decay(self, p: torch.Tensor, g: torch.Tensor, scalars: _Scalars, work: torch.Tensor) -> torch.Tensor:
         """Applies weight decay to ``p`` (decoupled), or returns the gradient that contains it, in ``work`` (L2)."""
-        if self._decoupled:
+        if self.decoupled:
             p.mul_(scalars.decay)
             return g
         return torch.add(g, p, alpha=scalars.weight_decay, out=work)
@@ -145,14 +147,14 @@ class TorchAdamW(_UnfusedAdam):
     """Bits of ``torch.optim.AdamW(foreach=False)`` and ``foreach=True``."""
 
     name = "torch_adamw"
-    _decoupled = True
+    decoupled = True
 
 
 class TorchAdam(_UnfusedAdam):
     """Bits of ``torch.optim.Adam(foreach=False)`` and ``foreach=True``, weight decay as L2 penalty."""
 
     name = "torch_adam"
-    _decoupled = False
+    decoupled = False
 
 
 class _FusedAdam:
@@ -160,7 +162,7 @@ class _FusedAdam:
 
     name: str
     cut_multiple = 16  # fp32 elements of the widest vector register torch is built for
-    _decoupled: bool
+    decoupled: bool
 
     def step(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, record: StepRecord) -> None:
         """See :class:`AdamArithmetic`."""
@@ -180,7 +182,7 @@ class _FusedAdam:
                 self._kernel(p_c, m_c, v_c, zeros[: p_c.numel()], record)
 
     def _kernel(self, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, record: StepRecord) -> None:
-        kernel = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
+        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         kernel(
             [p],
             [g],
@@ -202,14 +204,14 @@ class TorchFusedAdamW(_FusedAdam):
     """Bits of ``torch.optim.AdamW(fused=True)``."""
 
     name = "torch_fused_adamw"
-    _decoupled = True
+    decoupled = True
 
 
 class TorchFusedAdam(_FusedAdam):
     """Bits of ``torch.optim.Adam(fused=True)``, weight decay as L2 penalty."""
 
     name = "torch_fused_adam"
-    _decoupled = False
+    decoupled = False
 
 
 _BY_DECOUPLED_AND_FUSED: dict[tuple[bool, bool], type[_UnfusedAdam] | type[_FusedAdam]] = {

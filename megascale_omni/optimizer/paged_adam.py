@@ -45,10 +45,10 @@ class PagedAdam:
 
     [Note: deferred steps]
     An expert without tokens changes under Adam all the same: its moments decay, and its weights with them. Its pages
-    are not touched at the step; what they missed is replayed from the history, operation by operation, when they are read
-    next (``catch_up``), so that every bit is what the dense optimizer would have made. With weight decay a replay never
-    ends early, hence no page is left more than ``max_lag`` steps behind. A page without moments never had a gradient:
-    its moments are zeros and stay absent.
+    are not touched at the step; what they missed is replayed from the history, operation by operation, when they are
+    read next (``catch_up``), so that every bit is what the dense optimizer would have made. With weight decay a replay
+    never ends early, hence no page is left more than ``max_lag`` steps behind. A page without moments never had a
+    gradient: its moments are zeros and stay absent, unless weight decay is a part of the gradient (L2).
 
     Args:
         modules: paged experts with their bindings. groups: torch-like parameter groups (lr, weight_decay, betas, eps,
@@ -75,8 +75,10 @@ class PagedAdam:
         self.num_steps = 0
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
-            if self.max_lag:
-                experts.manager.catch_up = self.catch_up
+            manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
+            manager.catch_up(experts.pages, ids)  # an optimizer before this one
+            manager.set_catch_up(experts.pages, self.catch_up if self.max_lag else None)
+            manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
                 for name in self.shards.owned(experts):
                     self._copy_master(experts, name, create=True)
@@ -100,7 +102,7 @@ class PagedAdam:
     def _copy_master(self, experts: PagedExperts, name: PageName, *, create: bool) -> None:
         with experts.lease(Plane.WEIGHT, [name]) as weights:
             if create:
-                experts.manager.create_ids(experts.pages, Plane.MASTER, experts.page_ids(Plane.MASTER, [name]))
+                self._create(experts, Plane.MASTER, name)
             with experts.lease(Plane.MASTER, [name]) as masters:
                 masters.page(*name).copy_(weights.page(*name))
                 masters.mark_dirty()
@@ -121,11 +123,15 @@ class PagedAdam:
         for experts in self.modules:
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
-            for name, pages in self._state(experts, [n for n in owned if present[n]], gradient=True):
+            stepped = [name for name in owned if present[name]]
+            for name, pages in self._state(experts, stepped, also=(Plane.GRADIENT, *MOMENTS)):
                 self._step_page(experts, name, pages, clip_coefficient)
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
-            for name, pages in self._state(experts, late, gradient=False):
-                self._replay_page(experts, name, pages, up_to=self.num_steps)
+            moving = [name for name in late if self._has_moments(experts, name)]
+            resting = [name for name in late if not self._has_moments(experts, name)]
+            for names, also in ((moving, MOMENTS), (resting, ())):
+                for name, pages in self._state(experts, names, also=also):
+                    self._replay_page(experts, name, pages, up_to=self.num_steps)
             self.sync_weights(experts)
         for index in range(len(self.param_groups)):
             self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
@@ -150,12 +156,11 @@ class PagedAdam:
         return self.num_steps - self._last_step(experts, name)
 
     def _state(
-        self, experts: PagedExperts, names: list[PageName], *, gradient: bool
+        self, experts: PagedExperts, names: list[PageName], *, also: tuple[Plane, ...]
     ) -> Iterator[tuple[PageName, dict[Plane, torch.Tensor]]]:
-        """Sweeps pages with all planes that a step reads and writes; moments are made as zeros."""
-        planes = [Plane.WEIGHT, *MOMENTS]
+        """Sweeps weights, masters and the planes ``also`` of pages, to be written; moments are made as zeros."""
+        planes = [Plane.WEIGHT, *also]
         planes += [Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else []
-        planes += [Plane.GRADIENT] if gradient else []
         sweep = experts.manager.sweep(experts.pages, names, planes=planes, phase=Phase.STEP, write=True, zeros=MOMENTS)
         for name, tensors in sweep:
             yield name, dict(zip(planes, tensors, strict=True))
@@ -178,11 +183,12 @@ class PagedAdam:
     def _replay_page(
         self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], *, up_to: int
     ) -> None:
-        """Applies the steps of zero gradient that a page has missed, up to step ``up_to``."""
+        """Applies the steps of zero gradient that a page missed, up to ``up_to``; moments not in ``pages`` are 0."""
         last = self._last_step(experts, name)
         if last >= up_to:
             return
-        p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
+        p = pages[master_plane(experts)]
+        m, v = (pages[plane] if plane in pages else torch.zeros_like(p) for plane in MOMENTS)
         for region, group in self._regions(experts, name):
             records = self.history.since(group, last)[: up_to - last]
             self.arithmetic.replay(p=p[region], m=m[region], v=v[region], records=records)
@@ -218,16 +224,33 @@ class PagedAdam:
 
     def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
         planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
-        has_moments = bool(experts.manager.present(experts.pages, Plane.MOMENT1)[name])
-        planes += MOMENTS if has_moments else ()
+        planes += MOMENTS if self._has_moments(experts, name) else ()
         with ExitStack() as stack:
-            leases = {plane: stack.enter_context(experts.lease(plane, [name])) for plane in planes}
-            pages = {plane: lease.page(*name) for plane, lease in leases.items()}
-            for plane in MOMENTS if not has_moments else ():
-                pages[plane] = torch.zeros_like(pages[master_plane(experts)])
-            self._replay_page(experts, name, pages, up_to=self.num_steps)
-            for lease in leases.values():
+            pages: dict[Plane, torch.Tensor] = {}
+            for plane in planes:
+                new = () if plane not in MOMENTS else self._create(experts, plane, name)
+                lease = stack.enter_context(experts.lease(plane, [name]))
                 lease.mark_dirty()
+                pages[plane] = lease.page(*name)
+                if len(new):
+                    pages[plane].zero_()
+            self._replay_page(experts, name, pages, up_to=self.num_steps)
+
+    def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:
+        return experts.manager.create_ids(experts.pages, plane, experts.page_ids(plane, [name]))
+
+    def _has_moments(self, experts: PagedExperts, name: PageName) -> bool:
+        """Whether a page that gets no gradient has moments that are not zero, or will have by the steps it missed."""
+        if experts.manager.present(experts.pages, Plane.MOMENT1)[name]:
+            return True
+        if self.arithmetic.decoupled:
+            return False
+        last = self._last_step(experts, name)
+        return any(
+            record.weight_decay
+            for _, group in self._regions(experts, name)
+            for record in self.history.since(group, last)
+        )
 
     def catch_up_all(self) -> None:
         """Brings every owned page up to date."""
