@@ -49,10 +49,9 @@ def small_experts(
         products=(OneDnnProducts if products == "onednn" else BlasProducts)(workspace),
         workspace=workspace,
     )
-    experts.allocate()
-    manager.reserve(experts.pages, Plane.GRADIENT)  # a whole segment of such small slots takes long to count
     weights = {t.name: (torch.randn(t.shape) / t.shape[-1] ** 0.5).to(dtype) for t in experts.names.tensors()}
-    experts.load_dense(weights)
+    for expert in range(num_experts):
+        experts.initialise(expert, weights)
     return experts
 
 

@@ -47,7 +47,7 @@ def test_a_state_dict_is_a_copy():
     layer = Layer()
     state = layer.state_dict()
     with torch.no_grad():
-        for _, view in layer.experts.named_slices():
+        for _, view in layer.experts.named_slices(write=True):
             view.zero_()
     assert state["experts.local_experts.0.linear_fc1.weight"].abs().sum() > 0
     assert layer.state_dict()["experts.local_experts.0.linear_fc1.weight"].abs().sum() == 0
@@ -95,7 +95,7 @@ def test_named_slices_are_views_that_write_through():
     experts = small_experts(bias=True)
     before = experts.dense()
     with torch.no_grad():
-        for item, view in experts.named_slices():
+        for item, view in experts.named_slices(write=True):
             if item.expert == 1:
                 view.mul_(2)
     for name, tensor in experts.dense().items():

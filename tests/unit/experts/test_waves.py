@@ -1,37 +1,30 @@
 """However pages come and go, results have the same bits: what is computed together follows from layout and routing."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.paging.manager import ExpertManager, PagedModule, Wave, cut_batches
+from megascale_omni.paging.batches import Batch as PageBatch
+from megascale_omni.paging.batches import cut_batches
+from megascale_omni.paging.leases import PagedModule, Wave
+from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
 from tests.unit.experts.paged import CPU, FFN, GELU, PRODUCTS, SWIGLU, Batch, paged, random_batch, small_experts
 from tests.unit.experts.reference import Tensors
 
 
-class OneBatchAWave(ExpertManager):
-    """Yields each batch as a wave of its own and, between waves, moves every weight page to another slot."""
+class MovesBetweenWaves(ExpertManager):
+    """Between waves, moves every weight page to another slot."""
 
-    def waves(self, module: PagedModule, experts: Sequence[int], *, planes: Sequence[Plane]) -> Iterator[Wave]:
-        for batch in cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts):
-            # Experts of a batch are leased with all their slices: the unit of a lease is not what is tested here.
-            pages = {plane: self.page_ids_of(module, plane, batch) for plane in planes}
-            leases = {plane: self.lease_ids(module, plane, ids) for plane, ids in pages.items()}
-            yield Wave(batches=(batch,), leases=leases)
-            for lease in leases.values():
+    def waves(self, module: PagedModule, experts: Sequence[int], **options: Any) -> Iterator[Wave]:
+        for wave in super().waves(module, experts, **options):
+            yield wave
+            for lease in wave.leases.values():
                 lease.release()
             self.move_weights(module)
-
-    def page_ids_of(self, module: PagedModule, plane: Plane, batch: Sequence[tuple[int, int]]):
-        wanted = set(batch)
-        slices = module.entry.num_slices
-        experts = sorted({expert for expert, _ in batch})
-        ids = self.ids(module, plane, experts).reshape(len(experts), slices)
-        mask = [[(expert, slice_) in wanted for slice_ in range(slices)] for expert in experts]
-        return ids[torch.tensor(mask).numpy()]
 
     def move_weights(self, module: PagedModule) -> None:
         """Leaves NaN where the pages were."""
@@ -56,25 +49,25 @@ def results(make: Callable[[ExpertManager], PagedExperts], manager: ExpertManage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("activation", [SWIGLU, GELU], ids=["gated", "ungated"])
 @pytest.mark.parametrize("rows", [16, 20, FFN], ids=["short last page", "equal pages", "whole expert"])
-def test_waves_cut_differently_give_the_same_bits(monkeypatch, seed, rows, activation, dtype, products):
-    monkeypatch.setattr("megascale_omni.paging.manager.BATCH_BYTES", 8 * 1024)  # a few small pages a batch
+def test_pages_that_move_between_waves_give_the_same_bits(monkeypatch, seed, rows, activation, dtype, products):
+    monkeypatch.setattr("megascale_omni.paging.batches.BATCH_BYTES", 8 * 1024)  # a few small pages a batch
     batch = random_batch((7, 0, 33, 1), dtype=dtype)
 
     def make(manager: ExpertManager) -> PagedExperts:
         return small_experts(activation, rows=rows, bias=True, dtype=dtype, products=products, manager=manager)
 
     expected = results(make, ExpertManager(device=CPU, poison=True), seed, batch)
-    found = results(make, OneBatchAWave(device=CPU, poison=True), seed, batch)
+    found = results(make, MovesBetweenWaves(device=CPU, poison=True), seed, batch)
     assert [name for name in expected if not found[name].equal(expected[name])] == []
 
 
 def test_batches_are_the_same_in_forward_and_backward_and_follow_the_active_experts():
     class Recording(ExpertManager):
-        seen: list[tuple[tuple[tuple[int, int], ...], ...]]
+        seen: list[PageBatch]
 
-        def waves(self, module: PagedModule, experts: Sequence[int], *, planes: Sequence[Plane]) -> Iterator[Wave]:
-            for wave in super().waves(module, experts, planes=planes):
-                self.seen.append(wave.batches)
+        def waves(self, module: PagedModule, experts: Sequence[int], **options: Any) -> Iterator[Wave]:
+            for wave in super().waves(module, experts, **options):
+                self.seen.append(wave.items)
                 yield wave
 
     manager = Recording(device=CPU, poison=True)
@@ -82,5 +75,5 @@ def test_batches_are_the_same_in_forward_and_backward_and_follow_the_active_expe
     experts = small_experts(manager=manager)
     paged(experts, random_batch((7, 0, 33, 1)))
     expected = cut_batches(experts.layout, dtype=torch.float32, experts=[0, 2, 3])
-    assert manager.seen == [expected, expected]
+    assert manager.seen == [*expected, *expected]
     assert expected[:3] == (((0, 0), (0, 1)), ((0, 2),), ((2, 0), (2, 1)))

@@ -11,9 +11,11 @@ from megascale_omni.paging.layout import (
     MIB,
     MIN_PAGE_BYTES,
     ROW_TILE,
+    SLOT_ALIGNMENT,
     ExpertShape,
     PageLayout,
     Part,
+    SlotClass,
 )
 
 SHAPES = st.builds(
@@ -152,8 +154,15 @@ def test_an_expert_without_size_is_refused(hidden, ffn):
 
 
 def test_slot_bytes_follow_the_plane():
-    layout = PageLayout(ExpertShape(hidden=8, ffn=32, gated=True, bias=True), 16)
-    numel = 3 * 16 * 8 + 2 * 16 + 8
-    assert layout.slot_class(torch.float32).nbytes == 4 * numel
-    assert layout.slot_class(torch.bfloat16).nbytes == 2 * numel
+    layout = PageLayout(ExpertShape(hidden=64, ffn=32, gated=True, bias=False), 32)  # 3 * 64 * 32 elements
+    assert layout.slot_class(torch.float32).nbytes == 24 * KIB
+    assert layout.slot_class(torch.bfloat16).nbytes == 12 * KIB
     assert layout.slot_class(torch.float32) != layout.slot_class(torch.bfloat16)
+
+
+@given(numel=st.integers(1, 10**6), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_slots_are_whole_blocks_of_direct_io_and_less_than_one_is_wasted(numel, dtype):
+    slot_class = SlotClass(dtype, numel)
+    assert slot_class.nbytes % SLOT_ALIGNMENT == 0
+    assert 0 <= slot_class.nbytes - numel * dtype.itemsize < SLOT_ALIGNMENT
+    assert slot_class.stride * dtype.itemsize == slot_class.nbytes

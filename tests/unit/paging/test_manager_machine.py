@@ -15,7 +15,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from megascale_omni.paging import tiers
 from megascale_omni.paging.layout import ExpertShape, PageLayout
-from megascale_omni.paging.manager import ExpertManager, Lease, PagedModule
+from megascale_omni.paging.leases import Lease, PagedModule
+from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import PageKey, Plane
 
 DTYPES = {Plane.WEIGHT: torch.bfloat16, Plane.GRADIENT: torch.float32, Plane.MASTER: torch.float32}
@@ -91,7 +92,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(module=SOME_MODULE, plane=PLANES, pages=st.integers(0, 5))
     def reserve(self, module: int, plane: Plane, pages: int) -> None:
-        self.manager.reserve(self.pick(module, [])[0], plane, pages)
+        self.manager.arena.reserve(self.pick(module, [])[0].slot_class(plane), pages)
 
     @rule(target=leases, module=SOME_MODULE, plane=PLANES, choices=CHOICES)
     def lease(self, module: int, plane: Plane, choices: list[int]):
@@ -144,12 +145,12 @@ class ManagerMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match="is leased but absent"):
                 list(self.manager.waves(chosen, experts, planes=planes))
             return
-        seen = []
+        seen: list[tuple[int, int]] = []
         for wave in self.manager.waves(chosen, experts, planes=planes):
-            items = [item for batch in wave.batches for item in batch]
-            seen += items
+            seen += wave.items
+            assert not wave.fresh
             for plane, lease in wave.leases.items():
-                self.held[lease] = [PageKey(plane, chosen.entry.module, *item) for item in items]
+                self.held[lease] = [PageKey(plane, chosen.entry.module, *item) for item in wave.items]
                 for key in self.held[lease]:
                     self.check_page(key, lease.page(key.expert, key.slice))
             self.books_are_in_order()
