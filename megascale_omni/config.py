@@ -87,6 +87,8 @@ class PagingConfig:
                 f"paging.page_size_bytes={size} is outside {MIN_PAGE_BYTES} (64KiB) to {MAX_PAGE_BYTES} (64MiB); "
                 "choose a size in between, e.g. 16MiB"
             )
+        if self.checksum is False:  # what YAML makes of an unquoted `off`
+            object.__setattr__(self, "checksum", "off")
         if self.checksum not in get_args(Checksum):
             known = ", ".join(get_args(Checksum))
             raise ValueError(f"paging.checksum={self.checksum!r} is unknown; choose one of {known}")
