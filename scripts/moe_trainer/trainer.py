@@ -111,6 +111,8 @@ class Trainer:
             raise
         except ValueError as error:
             raise LocalUsageError(str(error)) from error
+        except AssertionError as error:
+            raise LocalUsageError(f"megatron-core refuses these settings: {error}") from error
 
     def _connect(self) -> None:
         """Tell the schedules how to scale, synchronise and finish gradients, as stock's training loop does."""

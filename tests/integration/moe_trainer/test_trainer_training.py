@@ -13,8 +13,9 @@ OPTIONS = [
     "--quick-geglu --glu-linear-offset 1",
     "--normalization RMSNorm --qk-layernorm --position-embedding-type rope --untie-embeddings-and-output-weights",
     "--group-query-attention --num-query-groups 2 --add-qkv-bias --position-embedding-type none",
-    "--moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 32",
-    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
+    "--moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 32 --disable-bias-linear --moe-shared-expert-gate",
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall "
+    "--disable-bias-linear",
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-pre-softmax",
     "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-router-topk 1 --moe-apply-probs-on-input",
     "--moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 1e-3 --moe-input-jitter-eps 0.01",
@@ -47,7 +48,7 @@ class TestLearning:
         spread = pools[2].run(ranks.straight, corpus=corpus, flags=f"{flags} --expert-model-parallel-size 2", count=30)
         assert spread[0] == spread[1]
         for run in (alone, spread[0]):
-            assert run[0][0] - run[-1][0] > 2
+            assert run[0][0] - run[-1][0] > 1.5
         assert spread[0][-1][0] == pytest.approx(alone[-1][0], rel=0.2)
 
     def test_the_distributed_optimizer_changes_nothing(self, pools: Pools, corpus: str) -> None:
