@@ -259,8 +259,8 @@ def _listed_groups(
 
 def _places(listed: list[dict[str, Any]], dense: ChainedOptimizer, *, expert_parallel: bool) -> GroupPlaces:
     """Which of the listed groups are the dense optimizer's, and which are the experts' (or nobody's, on this rank)."""
-    if expert_parallel:
-        return GroupPlaces(dense=(), paged=tuple(range(len(listed))))
+    if expert_parallel:  # two lists
+        return GroupPlaces(dense=tuple(range(len(dense.param_groups))), paged=tuple(range(len(listed))))
     place_of_dense: list[int] = []
     for group in dense.param_groups:
         # The dense optimizer's groups are some of the listed ones, in their order; torch and schedulers add settings.

@@ -46,10 +46,11 @@ IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 @dataclass(frozen=True)
 class GroupPlaces:
-    """Where groups stand in the list of the one optimizer that stock has without expert parallelism.
+    """Where groups stand in the lists of stock's optimizers.
 
-    ``dense[i]`` is the place of the dense optimizer's group ``i``, ``paged[i]`` that of PagedAdam's. Both may name the
-    same place: stock would have dense parameters and experts in that group.
+    ``dense[i]`` is the place of the dense optimizer's group ``i``, ``paged[i]`` that of PagedAdam's. Without expert
+    parallelism there is one list, and both may name the same place: stock would have dense parameters and experts in
+    that group.
     """
 
     dense: tuple[int, ...]
@@ -57,7 +58,7 @@ class GroupPlaces:
 
     @property
     def count(self) -> int:
-        """Length of stock's list."""
+        """Length of stock's list where there is one."""
         return 1 + max((*self.dense, *self.paged), default=-1)
 
 
