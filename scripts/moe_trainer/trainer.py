@@ -5,6 +5,7 @@ be compared inside a step. What a trainer made is gone after `close()`; another 
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -337,6 +338,11 @@ class Trainer:
 
     def close(self) -> None:
         """Take down what this trainer made: model, optimizer, plug-in, Megatron's groups. CPU patches stay in force."""
+        for chunk in self.__dict__.get("model", []):
+            # Parts of the model keep tensors, whose graph keeps the wrapper's hooks, and the wrapper would keep the
+            # model: a cycle through autograd that no collector sees, with every process group and its threads in it.
+            chunk.grad_accs.clear()
+            chunk._modules.clear()
         for name in ("model", "optimizer", "scheduler", "data"):
             self.__dict__.pop(name, None)
         megatron_ext.disable()
@@ -344,6 +350,7 @@ class Trainer:
         if hasattr(self, "distributed"):
             self.distributed.close()
             del self.distributed
+        gc.collect()
 
     def __enter__(self) -> "Trainer":
         return self
