@@ -260,7 +260,9 @@ class OptimizerState:
 
     def _check_groups(self, state: dict[str, Any] | None, whose: str) -> None:
         inner = (state or {}) if self._form == "fp32" else (state or {}).get("optimizer", {})
-        if "param_groups" not in inner:
+        groups = inner.get("param_groups", [])
+        # What the template holds beside tensors (lists of parameters) is there whatever the checkpoint has.
+        if not any(group.keys() - {"params"} for group in groups):
             here = "two optimizers (dense and experts)" if self._separate else "one optimizer"
             raise ValueError(
                 f"the checkpoint has no optimizer state {whose}in the form of this run, which is that of {here}: it "

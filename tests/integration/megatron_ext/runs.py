@@ -99,6 +99,11 @@ def expert_overrides(override: dict[str, float]) -> Iterator[None]:
         yield
 
 
+def losses(run: Trainer, steps: int) -> list[float]:
+    """The losses of the next steps."""
+    return [run.train_step().loss for _ in range(steps)]
+
+
 def losses_and_norms(run: Trainer, steps: int) -> list[tuple[float, float | None]]:
     """Losses and gradient norms of the next steps."""
     results = [run.train_step() for _ in range(steps)]
