@@ -106,6 +106,14 @@ class PagedOptimizer(MegatronOptimizer):
         """See MegaScaleChainedOptimizer."""
         raise RuntimeError("the state of paged experts is read through MegaScaleChainedOptimizer.sharded_state_dict")
 
+    def offload_to_cpu(self) -> None:
+        """Refused: ValueError."""
+        raise ValueError("offloading the optimizer between phases is not supported with --megascale")
+
+    def restore_from_cpu(self) -> None:
+        """Refused: ValueError."""
+        raise ValueError("offloading the optimizer between phases is not supported with --megascale")
+
 
 class MegaScaleChainedOptimizer(ChainedOptimizer):
     """Stock's chain of dense optimizers, followed by the experts' pages.
@@ -142,7 +150,7 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         """Torch's optimizers count steps by parameter, PagedAdam by itself: there is nothing to align."""
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Refused: stock's unsharded format.
+        """Refused, with the two methods below: stock's unsharded format.
 
         Raises:
             ValueError: names the format that works.
@@ -150,6 +158,14 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         raise ValueError(
             "--ckpt-format torch is not supported with --megascale; use torch_dist, which loads in stock too"
         )
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Refused as :meth:`state_dict`: stock would leave the experts out."""
+        self.state_dict()
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Refused as :meth:`state_dict`: stock would leave the experts out."""
+        self.state_dict()
 
     def sharded_state_dict(
         self,
@@ -175,10 +191,12 @@ def build_optimizer(
     """Stock's ``get_megatron_optimizer`` for chunks that hold paged experts.
 
     Raises:
-        ValueError: an unsupported optimizer option, or no paged experts in the whole model (on every rank).
+        ValueError: an unsupported optimizer option, no paged experts in the whole model (on every rank), or paged
+            experts and a chunk without stock's data-parallel wrapper.
     """
     chunks = [chunk for chunk in model_chunks if isinstance(chunk, MegaScaleDDP)]
     if len(chunks) < len(model_chunks):
+        _refuse_experts(model_chunks)
         return stock(config, model_chunks, config_overrides, **options)
     support.check("optimizer", config)
     _refuse_dense_model(chunks)
@@ -203,6 +221,16 @@ def build_optimizer(
         experts.adam = adam
     paged = PagedOptimizer(adam, config, stats_group)
     return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places)
+
+
+def _refuse_experts(chunks: Sequence[torch.nn.Module]) -> None:
+    """Stock's optimizer would not see the pages of a model that is not wrapped, and never train them."""
+    if any(isinstance(module, MegaScaleExperts) for chunk in chunks for module in chunk.modules()):
+        bare = next(type(chunk).__name__ for chunk in chunks if not isinstance(chunk, MegaScaleDDP))
+        raise ValueError(
+            f"a model with paged experts has a chunk ({bare}) without megatron.core's DistributedDataParallel around it; "
+            "wrap every chunk before get_megatron_optimizer() is called"
+        )
 
 
 def _refuse_dense_model(chunks: Sequence[MegaScaleDDP]) -> None:

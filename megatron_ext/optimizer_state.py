@@ -206,6 +206,8 @@ class OptimizerState:
 
     def _by_id(self, state: dict[str, Any]) -> dict[Any, Any]:
         """The part of a state that has tensors by id."""
+        if self._form == "distributed" and state["param_state"] is None:  # stock gathered it on another rank
+            state["param_state"] = {}
         by_id: dict[Any, Any] = state["param_state"] if self._form == "distributed" else self._inner(state)["state"]
         return by_id
 
