@@ -33,7 +33,7 @@ def parse_bytes(value: object, *, key: str) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{key}={value!r} is not a size; write bytes or a unit, e.g. 16MiB, 8GiB, 1048576")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -81,11 +81,10 @@ class PagingConfig:
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.page_size_bytes, key="paging.page_size_bytes")
-        object.__setattr__(self, "page_size_bytes", size)
         if not MIN_PAGE_BYTES <= size <= MAX_PAGE_BYTES:
             raise ValueError(
-                f"paging.page_size_bytes={size} is outside {MIN_PAGE_BYTES} (64KiB) to {MAX_PAGE_BYTES} (64MiB); "
-                "choose a size in between, e.g. 16MiB"
+                f"paging.page_size_bytes={self.page_size_bytes} is outside {MIN_PAGE_BYTES} (64KiB) to "
+                f"{MAX_PAGE_BYTES} (64MiB); choose a size in between, e.g. 16MiB"
             )
         if self.checksum is False:  # what YAML makes of an unquoted `off`
             object.__setattr__(self, "checksum", "off")
@@ -104,6 +103,7 @@ class PagingConfig:
                 f"paging.device_budget={self.device_budget} needs a folder on a disk for the pages that do not fit; "
                 "give paging.disk_path (--megascale-disk-path)"
             )
+        object.__setattr__(self, "page_size_bytes", size)
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,17 @@ def _yaml(text: str) -> object:
 
 
 def _refuse_unknown(values: Mapping[str, object], kind: type, *, where: str) -> None:
-    known = [item.name for item in fields(kind)]
+    known = {item.name: where + item.name for item in fields(kind)}
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
-            hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(where + k for k in known)}"
+            # An option's name is known wherever it was put: in no section, or in another one.
+            candidates = {**_options(), **known}
+            near = difflib.get_close_matches(str(key), candidates, n=1, cutoff=0.4)
+            hint = f"did you mean {candidates[near[0]]}?" if near else f"known: {', '.join(known.values())}"
             raise ValueError(f"unknown configuration key {where}{key}; {hint}")
+
+
+def _options() -> dict[str, str]:
+    """Every option's name, with its section."""
+    default = MegaScaleConfig()
+    return {item.name: f"{s.name}.{item.name}" for s in fields(default) for item in fields(getattr(default, s.name))}

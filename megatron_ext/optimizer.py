@@ -116,6 +116,14 @@ class PagedOptimizer(MegatronOptimizer):
         """See MegaScaleChainedOptimizer."""
         raise RuntimeError("the state of paged experts is read through MegaScaleChainedOptimizer.sharded_state_dict")
 
+    def offload_to_cpu(self) -> None:
+        """Refused: ValueError."""
+        raise ValueError("offloading the optimizer between phases is not supported with --megascale")
+
+    def restore_from_cpu(self) -> None:
+        """Refused: ValueError."""
+        raise ValueError("offloading the optimizer between phases is not supported with --megascale")
+
 
 class MegaScaleChainedOptimizer(ChainedOptimizer):
     """Stock's chain of dense optimizers, followed by the experts' pages.
@@ -152,7 +160,7 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         """Torch's optimizers count steps by parameter, PagedAdam by itself: there is nothing to align."""
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Refused: stock's unsharded format.
+        """Refused, with the two methods below: stock's unsharded format.
 
         Raises:
             ValueError: names the format that works.
@@ -160,6 +168,14 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         raise ValueError(
             "--ckpt-format torch is not supported with --megascale; use torch_dist, which loads in stock too"
         )
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Refused as :meth:`state_dict`: stock would leave the experts out."""
+        self.state_dict()
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Refused as :meth:`state_dict`: stock would leave the experts out."""
+        self.state_dict()
 
     def sharded_state_dict(
         self,
@@ -185,10 +201,12 @@ def build_optimizer(
     """Stock's ``get_megatron_optimizer`` for chunks that hold paged experts.
 
     Raises:
-        ValueError: an unsupported optimizer option, or no paged experts in the whole model (on every rank).
+        ValueError: an unsupported optimizer option, no paged experts in the whole model (on every rank), or paged
+            experts and a chunk without stock's data-parallel wrapper.
     """
     chunks = [chunk for chunk in model_chunks if isinstance(chunk, MegaScaleDDP)]
     if len(chunks) < len(model_chunks):
+        _refuse_experts(model_chunks)
         return stock(config, model_chunks, config_overrides, **options)
     support.check("optimizer", config)
     _refuse_dense_model(chunks)
@@ -217,6 +235,16 @@ def build_optimizer(
         experts.adam = adam
     paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
     return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places)
+
+
+def _refuse_experts(chunks: Sequence[torch.nn.Module]) -> None:
+    """Stock's optimizer would not see the pages of a model that is not wrapped, and never train them."""
+    if any(isinstance(module, MegaScaleExperts) for chunk in chunks for module in chunk.modules()):
+        bare = next(type(chunk).__name__ for chunk in chunks if not isinstance(chunk, MegaScaleDDP))
+        raise ValueError(
+            f"a model with paged experts has a chunk ({bare}) without megatron.core's DistributedDataParallel around it; "
+            "wrap every chunk before get_megatron_optimizer() is called"
+        )
 
 
 def _refuse_dense_model(chunks: Sequence[MegaScaleDDP]) -> None:
@@ -273,8 +301,8 @@ def _listed_groups(
 
 def _places(listed: list[dict[str, Any]], dense: ChainedOptimizer, *, expert_parallel: bool) -> GroupPlaces:
     """Which of the listed groups are the dense optimizer's, and which are the experts' (or nobody's, on this rank)."""
-    if expert_parallel:
-        return GroupPlaces(dense=(), paged=tuple(range(len(listed))))
+    if expert_parallel:  # two lists
+        return GroupPlaces(dense=tuple(range(len(dense.param_groups))), paged=tuple(range(len(listed))))
     place_of_dense: list[int] = []
     for group in dense.param_groups:
         # The dense optimizer's groups are some of the listed ones, in their order; torch and schedulers add settings.

@@ -46,10 +46,11 @@ IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 @dataclass(frozen=True)
 class GroupPlaces:
-    """Where groups stand in the list of the one optimizer that stock has without expert parallelism.
+    """Where groups stand in the lists of stock's optimizers.
 
-    ``dense[i]`` is the place of the dense optimizer's group ``i``, ``paged[i]`` that of PagedAdam's. Both may name the
-    same place: stock would have dense parameters and experts in that group.
+    ``dense[i]`` is the place of the dense optimizer's group ``i``, ``paged[i]`` that of PagedAdam's. Without expert
+    parallelism there is one list, and both may name the same place: stock would have dense parameters and experts in
+    that group.
     """
 
     dense: tuple[int, ...]
@@ -57,7 +58,7 @@ class GroupPlaces:
 
     @property
     def count(self) -> int:
-        """Length of stock's list."""
+        """Length of stock's list where there is one."""
         return 1 + max((*self.dense, *self.paged), default=-1)
 
 
@@ -204,6 +205,8 @@ class OptimizerState:
 
     def _by_id(self, state: dict[str, Any]) -> dict[Any, Any]:
         """The part of a state that has tensors by id."""
+        if self._form == "distributed" and state["param_state"] is None:  # stock gathered it on another rank
+            state["param_state"] = {}
         by_id: dict[Any, Any] = state["param_state"] if self._form == "distributed" else self._inner(state)["state"]
         return by_id
 
@@ -257,7 +260,9 @@ class OptimizerState:
 
     def _check_groups(self, state: dict[str, Any] | None, whose: str) -> None:
         inner = (state or {}) if self._form == "fp32" else (state or {}).get("optimizer", {})
-        if "param_groups" not in inner:
+        groups = inner.get("param_groups", [])
+        # What the template holds beside tensors (lists of parameters) is there whatever the checkpoint has.
+        if not any(group.keys() - {"params"} for group in groups):
             here = "two optimizers (dense and experts)" if self._separate else "one optimizer"
             raise ValueError(
                 f"the checkpoint has no optimizer state {whose}in the form of this run, which is that of {here}: it "

@@ -43,12 +43,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("model", "use_kitchen", _set, "leave it out"),
     Refusal("model", "fine_grained_activation_offloading", _set, "leave it out"),
     Refusal("model", "cpu_offloading", _set, "leave it out"),
+    Refusal("model", "activation_func_fp8_input_store", _set, "leave it out: pre-activations are kept as they are"),
+    Refusal("model", "enable_autocast", _set, "train in bf16 or fp32 without autocast"),
+    Refusal("model", "init_model_with_meta_device", _set, "leave it out: experts are built one at a time"),
     Refusal("model", "gradient_accumulation_fusion", _set, "add --no-gradient-accumulation-fusion"),
     Refusal("model", "expert_tensor_parallel_size", _more_than_one, "use --expert-tensor-parallel-size 1"),
     Refusal("ddp", "use_megatron_fsdp", _set, "use the distributed optimizer (--use-distributed-optimizer)"),
     Refusal("ddp", "num_distributed_optimizer_instances", _more_than_one, "use one instance"),
     Refusal("ddp", "fp8_param_gather", _set, "leave it out"),
     Refusal("ddp", "reduce_scatter_with_fp32_accumulation", _set, "leave it out"),
+    Refusal("ddp", "check_for_large_grads", _set, "leave it out: it would not see experts' gradients"),
     Refusal("optimizer", "optimizer", lambda v: v != "adam", "use --optimizer adam (Adam or AdamW)"),
     Refusal("optimizer", "use_precision_aware_optimizer", _set, "leave it out"),
     Refusal("optimizer", "optimizer_cpu_offload", _set, "leave it out: pages are how experts leave the device"),
@@ -76,22 +80,37 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Refuses unsupported flags, before anything is built.
 
     Raises:
-        ValueError: as :func:`check`; also ``--megascale`` on a dense model, and a checkpoint layout of the distributed
-            optimizer that depends on stock's buffers.
+        ValueError: as :func:`check`; also ``--megascale`` on a dense model, experts that expert parallelism cannot
+            divide or that tensor parallelism would cut, and layouts of checkpoints that pages do not have.
     """
-    if getattr(args, "num_experts", None) is None:
+    experts = getattr(args, "num_experts", None)
+    if experts is None:
         raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")
-    check("model", args)
-    check("ddp", args)
-    check("optimizer", args)
-    check("arguments", args)
-    checkpoints = getattr(args, "save", None) or getattr(args, "load", None)
-    if (
-        checkpoints
-        and getattr(args, "use_distributed_optimizer", False)
-        and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-    ):
+    for where in ("model", "ddp", "optimizer", "arguments"):
+        check(where, args)
+    ranks = getattr(args, "expert_model_parallel_size", None) or 1
+    if experts % ranks:
+        raise ValueError(
+            f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {ranks}; change one of them"
+        )
+    cut = getattr(args, "tensor_model_parallel_size", None) or 1
+    if cut > 1 and getattr(args, "expert_tensor_parallel_size", None) is None:
+        raise ValueError(
+            f"--tensor-model-parallel-size {cut} would cut experts as well, which is not supported with --megascale; "
+            "add --expert-tensor-parallel-size 1"
+        )
+    if getattr(args, "save", None) or getattr(args, "load", None):
+        _check_checkpoints(args)
+
+
+def _check_checkpoints(args: argparse.Namespace) -> None:
+    layout = getattr(args, "ckpt_format", None) or "torch_dist"
+    if layout != "torch_dist":
+        raise ValueError(f"--ckpt-format {layout} is not supported with --megascale; use --ckpt-format torch_dist")
+    reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+    if getattr(args, "use_distributed_optimizer", False) and not reshardable:
         raise ValueError(
             "--use-distributed-optimizer with --save or --load needs --dist-ckpt-optim-fully-reshardable under "
-            "--megascale: stock's default layout is cut by its own buffers, which paged experts do not have"
+            "--megascale: stock's default layout (dp_reshardable) is cut by its own buffers, which paged experts do "
+            "not have"
         )

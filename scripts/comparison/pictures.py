@@ -34,20 +34,14 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 def _draw_losses(axes, runs: list[Run], difference: float) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
     stock, ours = runs
-    for run, width, style in ((stock, 5.0, "-"), (ours, 1.4, "-")):
+    for run, width in ((stock, 5.0), (ours, 1.4)):
         losses = [step.loss for step in run.steps]
-        axes.plot(range(1, len(losses) + 1), losses, style, color=_COLOURS[run.name], linewidth=width, label=run.name)
+        axes.plot(range(1, len(losses) + 1), losses, color=_COLOURS[run.name], linewidth=width, label=run.name)
         if run.validation_loss is not None:
             size = 13 if run is stock else 6
-            axes.plot(len(losses), run.validation_loss, "D", color=_COLOURS[run.name], markersize=size, clip_on=False)
-    if stock.validation_loss is not None:
-        axes.annotate(
-            f"validation {stock.validation_loss:.3f}",
-            (len(stock.steps), stock.validation_loss),
-            xytext=(-10, 14),
-            textcoords="offset points",
-            ha="right",
-        )
+            label = None if run is stock else f"validation at the end: {run.validation_loss:.3f}"
+            at_end = (len(losses), run.validation_loss)
+            axes.plot(*at_end, "D", color=_COLOURS[run.name], markersize=size, clip_on=False, label=label)
     axes.set(title=f"Loss: largest difference {difference:.1e}", xlabel="step", ylabel="training loss (nats a byte)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -77,5 +71,6 @@ def _draw_speed(axes, runs: list[Run], speed: float) -> None:  # type: ignore[no
         color=[_COLOURS[run.name] for run in runs],
         width=0.6,
     )
+    axes.margins(y=0.12)
     axes.bar_label(bars, labels=[f"{run.tokens_per_second:,.0f}" for run in runs], padding=3)
     axes.set(title=f"Speed: {speed:.2f} x stock", ylabel="tokens a second")

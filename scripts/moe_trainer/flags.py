@@ -173,7 +173,9 @@ def _add_mixed_precision_and_recompute(parser: argparse.ArgumentParser) -> None:
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer and regularization")
-    group.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
+    group.add_argument(
+        "--optimizer", choices=("adam",), default="adam", help="AdamW, or Adam with --no-decoupled-weight-decay"
+    )
     group.add_argument("--weight-decay", type=float, default=0.01)
     group.add_argument("--start-weight-decay", type=float)
     group.add_argument("--end-weight-decay", type=float)
@@ -188,7 +190,6 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-beta1", type=float, default=0.9)
     group.add_argument("--adam-beta2", type=float, default=0.999)
     group.add_argument("--adam-eps", type=float, default=1e-8)
-    group.add_argument("--sgd-momentum", type=float, default=0.9)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

@@ -120,7 +120,7 @@ def _start_record(trainer: Trainer) -> dict[str, object]:
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "data_parallel_size": args.data_parallel_size,
-        "parameters": count_parameters(trainer.model),
+        "params": count_parameters(trainer.model),
         "train_samples": len(trainer.data.train),
         "tokens_per_step": args.global_batch_size * args.seq_length,
         "iteration": trainer.iteration,

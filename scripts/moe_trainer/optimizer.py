@@ -13,10 +13,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     """Build stock's optimizer configuration: every field of its name from `args`."""
-    config_class = core_optimizer.AdamOptimizerConfig if args.optimizer == "adam" else core_optimizer.SGDOptimizerConfig
-    fields = {field.name for field in dataclasses.fields(config_class)}
+    fields = {field.name for field in dataclasses.fields(core_optimizer.AdamOptimizerConfig)}
     values = {name: value for name, value in vars(args).items() if name in fields}
-    return config_class(**values, params_dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    return core_optimizer.AdamOptimizerConfig(**values, params_dtype=torch.bfloat16 if args.bf16 else torch.float32)
 
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:

@@ -5,8 +5,10 @@ be compared inside a step. What a trainer made is gone after `close()`; another 
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -110,6 +112,8 @@ class Trainer:
             raise
         except ValueError as error:
             raise LocalUsageError(str(error)) from error
+        except AssertionError as error:
+            raise LocalUsageError(f"megatron-core refuses these settings: {error}") from error
 
     def _connect(self) -> None:
         """Tell the schedules how to scale, synchronise and finish gradients, as stock's training loop does."""
@@ -145,7 +149,7 @@ class Trainer:
         learning_rate = self.learning_rate
         loss = self.forward_backward()
         result = self.optimizer_step()
-        norm = parameter_norm(self.model) if self.args.log_params_norm else None
+        norm = self._parameter_norm() if self.args.log_params_norm else None
         if self.args.cuda:
             torch.cuda.synchronize()
         return StepResult(
@@ -183,6 +187,10 @@ class Trainer:
         if self._param_sync_paused:
             self._resume_param_sync()
         return OptimizerResult(successful, grad_norm, num_zeros)
+
+    def _parameter_norm(self) -> float:
+        with self._all_parameters_here():
+            return parameter_norm(self.model)
 
     def _agree_on_step(
         self, successful: bool, grad_norm: float | None, num_zeros: float | None
@@ -222,24 +230,27 @@ class Trainer:
             UsageError: no validation data (no `--eval-interval`).
         """
         iterations = self.args.eval_iters if iterations is None else iterations
-        if self.args.overlap_param_gather and not self._param_sync_paused:
-            self._pause_param_sync(synchronise=True)
-            resume = True
-        else:
-            resume = False
         for chunk in self.model:
             chunk.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._all_parameters_here():
                 losses = [
                     self._run(partial(self.data.validation, index), forward_only=True) for index in range(iterations)
                 ]
         finally:
             for chunk in self.model:
                 chunk.train()
-        if resume:
-            self._resume_param_sync()
         return sum(losses) / len(losses)
+
+    @contextmanager
+    def _all_parameters_here(self) -> Iterator[None]:
+        """Where parameters are gathered while the next forward pass computes, gather them now instead."""
+        if not self.args.overlap_param_gather or self._param_sync_paused:
+            yield
+            return
+        self._pause_param_sync(synchronise=True)
+        yield
+        self._resume_param_sync()
 
     def _pause_param_sync(self, *, synchronise: bool) -> None:
         for chunk in self.model:
@@ -316,13 +327,8 @@ class Trainer:
         """Write a checkpoint of this iteration under `--save`. Returns its folder."""
         if self.args.save is None:
             raise UsageError("there is nowhere to save: give --save FOLDER")
-        paused = self.args.overlap_param_gather and not self._param_sync_paused
-        if paused:
-            self._pause_param_sync(synchronise=True)
-        folder = checkpointing.save(self, self.args.save)
-        if paused:
-            self._resume_param_sync()
-        return folder
+        with self._all_parameters_here():
+            return checkpointing.save(self, self.args.save)
 
     def load(self) -> None:
         """Continue from the checkpoint under `--load`, if there is one. Raises UsageError if it is of another shape."""
@@ -332,6 +338,11 @@ class Trainer:
 
     def close(self) -> None:
         """Take down what this trainer made: model, optimizer, plug-in, Megatron's groups. CPU patches stay in force."""
+        for chunk in self.__dict__.get("model", []):
+            # Parts of the model keep tensors, whose graph keeps the wrapper's hooks, and the wrapper would keep the
+            # model: a cycle through autograd that no collector sees, with every process group and its threads in it.
+            chunk.grad_accs.clear()
+            chunk._modules.clear()
         for name in ("model", "optimizer", "scheduler", "data"):
             self.__dict__.pop(name, None)
         megatron_ext.disable()
@@ -339,6 +350,7 @@ class Trainer:
         if hasattr(self, "distributed"):
             self.distributed.close()
             del self.distributed
+        gc.collect()
 
     def __enter__(self) -> "Trainer":
         return self

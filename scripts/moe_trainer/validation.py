@@ -83,6 +83,8 @@ def _check_experts(args: argparse.Namespace) -> None:
         raise UsageError(f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {args.moe_router_topk}")
     if args.moe_expert_capacity_factor is None and args.moe_pad_expert_input_to_capacity:
         raise UsageError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+    if args.moe_shared_expert_intermediate_size is not None and args.add_bias_linear:
+        raise UsageError("--moe-shared-expert-intermediate-size needs --disable-bias-linear")
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise UsageError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):

@@ -1,6 +1,7 @@
 """One rank of a pool (see pool.py): reads jobs from a pipe, runs them, answers; ends when the pipe does."""
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -106,3 +107,4 @@ def _run(job: Job, rank: int, world: int, folder: str) -> object:
         return function(rank, world, **job.arguments)
     finally:
         distributed.destroy_process_group()
+        gc.collect()  # what still refers to a group keeps three threads of it alive

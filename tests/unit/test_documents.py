@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def code(cell: str) -> str:
 
 
 def blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), flags=re.M | re.S)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
+    return [block for name, block in found if name == language]
 
 
 # --- every document ---------------------------------------------------------------------------------
@@ -86,6 +87,59 @@ def test_notes_that_are_cited_exist() -> None:
     assert cited
     headings = [line.strip().strip('"#').strip() for text in sources().values() for line in text.splitlines()]
     assert not {note for note in cited if f"[Note: {note}]" not in headings}
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+def commands(script: str) -> list[list[str]]:
+    """The words of every command line in the documents that runs a script."""
+    text = "".join(block for document in DOCUMENTS for block in blocks(document.relative_to(ROOT).as_posix(), ""))
+    lines = text.replace("\\\n", " ").splitlines()
+    found = [line.split("#")[0].split() for line in lines if line.startswith(("python ", "torchrun "))]
+    found = [words for words in found if f"scripts/{script}" in words]
+    assert found, f"no command runs {script}"
+    return found
+
+
+def after(words: list[str], script: str) -> list[str]:
+    return words[words.index(f"scripts/{script}") + 1 :]
+
+
+def test_commands_of_the_trainer_parse(tmp_path: Path) -> None:
+    from scripts.moe_trainer.arguments import parse_args
+
+    text = tmp_path / "TEXT"
+    text.write_text("a text")
+    for words in commands("pretrain_moe.py"):
+        ranks = int(words[words.index("--nproc_per_node") + 1]) if words[0] == "torchrun" else 1
+        flags = [str(text) if word == "TEXT" else word for word in after(words, "pretrain_moe.py")]
+        assert parse_args(flags, world_size=ranks).megascale
+
+
+def test_commands_of_the_comparison_make_runs_that_parse(tmp_path: Path) -> None:
+    from scripts.comparison.main import _parser, _plan
+    from scripts.moe_trainer.arguments import parse_args
+
+    for words in commands("compare_with_stock.py"):
+        own, _, trainer = " ".join(after(words, "compare_with_stock.py")).partition(" -- ")
+        plan = _plan(_parser().parse_args(own.split()), tmp_path, trainer.split())
+        parse_args([*plan.flags, "--megascale", *plan.megascale_flags], world_size=plan.ranks)
+
+
+def test_commands_of_proof_and_measurement_name_what_there_is() -> None:
+    from scripts.exactness.layouts import select as layouts
+    from scripts.exactness.main import _parser
+    from scripts.measurements.house import ROWS
+    from scripts.measurements.rows import select as rows
+
+    assert all(
+        layouts(_parser().parse_args(after(w, "prove_exactness.py")).layout) for w in commands("prove_exactness.py")
+    )
+    for words in commands("measure.py"):
+        topic, *flags = after(words, "measure.py")
+        assert topic == "house"
+        assert rows(ROWS, [value for flag, value in pairwise(flags) if flag == "--row"])
 
 
 # --- README -------------------------------------------------------------------------------------------
@@ -131,10 +185,10 @@ def test_readme_names_every_command_and_configuration(folder: str) -> None:
 
 @cache
 def messages() -> tuple[str, ...]:
-    """Every text in the sources; what is filled in stands as a line break."""
+    """Every text in what a user runs; what is filled in stands as a line break."""
     found = [text for path, text in sources().items() if path.suffix == ".sh"]
     for path, text in sources().items():
-        if path.suffix != ".py":
+        if path.suffix != ".py" or {"exactness", "comparison", "measuring", "measurements"} & set(path.parts):
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.JoinedStr):

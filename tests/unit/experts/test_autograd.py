@@ -54,6 +54,7 @@ def test_frozen_experts_under_frozen_inputs_make_no_graph():
     experts, batch = small_experts(), random_batch(COUNTS)
     experts.requires_grad_(False)
     assert not experts(batch.x, batch.counts, batch.probs).requires_grad
+    assert ("pre_activations", torch.float32) in experts.context.workspace._buffers  # none were kept for a backward
 
 
 @pytest.mark.parametrize("wants", ["x", "probs"])

@@ -135,6 +135,7 @@ def test_weights_of_a_module_lie_together_in_one_segment():
     slot = experts.pages.slot_class(Plane.WEIGHT).nbytes
     assert offsets == [slot * i for i in range(12)]
     assert experts.manager.resident_bytes()["weight"] == 12 * slot
+    assert experts.manager.arena.bytes_reserved == 2 * 12 * slot  # nothing beyond them and room for their gradients
 
 
 def test_pages_by_name_are_those_of_the_manager_in_the_order_given():

@@ -150,6 +150,7 @@ class TestMistakes:
             ("--swiglu --squared-relu", 1, "--swiglu and --squared-relu exclude each other"),
             ("--activation-func-clamp-value 7", 1, "add --swiglu or --quick-geglu"),
             ("--moe-router-enable-expert-bias", 1, "--moe-router-score-function sigmoid"),
+            ("--moe-shared-expert-intermediate-size 8", 1, "needs --disable-bias-linear"),
             ("--moe-pad-expert-input-to-capacity", 1, "needs --moe-expert-capacity-factor"),
             ("--lr-warmup-iters 10", 1, "a warm-up of 10 iterations must be shorter than --lr-decay-iters 10"),
             ("--min-lr 1", 1, "--min-lr 1"),

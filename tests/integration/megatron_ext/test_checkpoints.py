@@ -1,0 +1,154 @@
+"""Checkpoints in stock's format, in both directions: what one side saved the other continues, bit for bit where it can.
+
+A run of stock saves, MegaScale continues and saves, stock and MegaScale continue that; every named tensor, every
+setting and every later loss is compared, and the two sides' checkpoints with each other. Dropout is on, so that random
+numbers must continue too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.megatron_ext.runs import (
+    DISTRIBUTED_OPTIMIZER,
+    EXPERT_PARALLEL,
+    GATED,
+    changed_experts,
+    expert_overrides,
+    largest_relative_difference,
+    losses_and_norms,
+    paged_modules,
+    trainer,
+)
+from tests.integration.megatron_ext.snapshots import (
+    State,
+    differing,
+    state_of,
+    stored_common,
+    stored_keys,
+    tensors_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from scripts.moe_trainer.trainer import Trainer
+
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+BF16_LOSS_TOLERANCE = 1e-4
+"""A bf16 product has 8 bits: where sums are ordered otherwise, losses differ by more than rounding of the loss."""
+
+
+def freeze(experts: torch.nn.Module, index: int) -> None:
+    experts.requires_grad_(False)
+
+
+VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "": nullcontext,
+    "frozen experts": lambda: changed_experts(freeze),
+    "groups of experts": lambda: expert_overrides({"wd_mult": 0.5, "max_lr": 3e-3, "min_lr": 2e-5}),
+}
+
+
+class Differences:
+    """Collects what should be equal and is not, under a name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, object] = {}
+
+    def of_values(self, name: str, first: object, second: object) -> None:
+        if first != second:
+            self.found[name] = (first, second)
+
+    def of_tensors(self, name: str, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+        assert first, name
+        if different := differing(first, second):
+            self.found[name] = f"{len(different)} of {len(first)} tensors, e.g. {different[:3]}"
+
+    def of_losses(
+        self, name: str, first: list[tuple[float, Any]], second: list[tuple[float, Any]], bound: float
+    ) -> None:
+        difference = largest_relative_difference([loss for loss, _ in first], [loss for loss, _ in second])
+        if not difference <= bound:
+            self.found[name] = difference
+
+    def of_states(self, name: str, first: State, second: State) -> None:
+        self.of_tensors(f"{name}: tensors", first[0], second[0])
+        self.of_values(f"{name}: parameter groups", first[1], second[1])
+        self.of_values(f"{name}: position", first[2], second[2])
+
+
+def switch_sides(
+    rank: int, world: int, *, corpus: str, folder: str, options: str, pages: str, variant: str
+) -> tuple[dict[str, object], int]:
+    """Stock -> MegaScale -> stock and MegaScale. Returns what differs, and the most pages of an expert."""
+    from scripts.moe_trainer import checkpointing
+
+    def side(*, megascale: bool, load: str = "") -> Trainer:
+        more = [pages] if megascale else []
+        more += [f"--load {folder}/{load}"] if load else []
+        return trainer(corpus, options, *more, megascale=megascale)
+
+    differences = Differences()
+    bound = BF16_LOSS_TOLERANCE if "--bf16" in options else 1e-6
+    with VARIANTS[variant]():
+        with side(megascale=False) as stock:
+            losses_and_norms(stock, 2)
+            saved = state_of(stock)
+            checkpointing.save(stock, f"{folder}/stock")
+            uninterrupted = losses_and_norms(stock, 2)
+            by_stock = checkpointing.save(stock, f"{folder}/stock")
+            uninterrupted += losses_and_norms(stock, 2)
+
+        with side(megascale=True, load="stock --ckpt-step 2") as paged:
+            slices = max(module.layout.num_slices for module in paged_modules(paged))
+            differences.of_states("stock -> MegaScale", saved, state_of(paged))
+            continued = losses_and_norms(paged, 2)
+            saved = state_of(paged)
+            by_pages = checkpointing.save(paged, f"{folder}/paged")
+            continued += losses_and_norms(paged, 2)
+            end = tensors_of(paged)
+        differences.of_losses("stock -> MegaScale: losses", uninterrupted, continued, bound)
+        differences.of_values("format: tensors and objects", stored_keys(by_stock), stored_keys(by_pages))
+        differences.of_values("format: everything else", stored_common(by_stock), stored_common(by_pages))
+
+        with side(megascale=False, load="paged") as stock:
+            differences.of_states("MegaScale -> stock", saved, state_of(stock))
+            back = losses_and_norms(stock, 2)
+        differences.of_losses("MegaScale -> stock: losses", uninterrupted[2:], back, bound)
+
+        with side(megascale=True, load="paged") as paged:
+            differences.of_states("MegaScale -> MegaScale", saved, state_of(paged))
+            differences.of_values("MegaScale -> MegaScale: losses", continued[2:], losses_and_norms(paged, 2))
+            differences.of_tensors("MegaScale -> MegaScale: end", end, tensors_of(paged))
+    return differences.found, slices
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "pages", "slices", "variant"),
+    [
+        pytest.param(1, "--ffn-hidden-size 320", "--megascale-page-size 64KiB", 2, "", id="biases-pages"),
+        pytest.param(1, f"{GATED} --bf16 {DISTRIBUTED_OPTIMIZER}", "", 1, "", id="bf16-distributed"),
+        pytest.param(2, f"{GATED} {EXPERT_PARALLEL} {DISTRIBUTED_OPTIMIZER}", "", 1, "", id="ep2-distributed"),
+        pytest.param(2, f"{EXPERT_PARALLEL} --bf16", "", 1, "", id="ep2-bf16-biases"),
+        pytest.param(2, f"--bf16 {DISTRIBUTED_OPTIMIZER}", "", 1, "", id="dp2-bf16-distributed-biases"),
+        pytest.param(2, f"{GATED} {INTERLEAVED}", "", 1, "", id="interleaved-pp2"),
+        pytest.param(4, f"{GATED} {EXPERT_PARALLEL}", "", 1, "", id="ep2dp2"),
+        pytest.param(
+            4, f"{GATED} {EXPERT_PARALLEL} --bf16 {DISTRIBUTED_OPTIMIZER}", "", 1, "", id="ep2dp2-bf16-distributed"
+        ),
+        pytest.param(1, "--bf16", "", 1, "groups of experts", id="groups-of-experts-bf16"),
+        pytest.param(2, f"{EXPERT_PARALLEL}", "", 1, "groups of experts", id="ep2-groups-of-experts"),
+        pytest.param(1, GATED, "", 1, "frozen experts", id="frozen-experts"),
+        pytest.param(2, f"{GATED} {EXPERT_PARALLEL} --bf16", "", 1, "frozen experts", id="ep2-bf16-frozen-experts"),
+    ],
+)
+def test_each_side_continues_what_the_other_saved(pools, corpus, tmp_path, world, options, pages, slices, variant):
+    answers = pools[world].run(
+        switch_sides, corpus=corpus, folder=str(tmp_path), options=options, pages=pages, variant=variant
+    )
+    assert answers == [({}, slices)] * world
