@@ -242,8 +242,8 @@ def _refuse_experts(chunks: Sequence[torch.nn.Module]) -> None:
     if any(isinstance(module, MegaScaleExperts) for chunk in chunks for module in chunk.modules()):
         bare = next(type(chunk).__name__ for chunk in chunks if not isinstance(chunk, MegaScaleDDP))
         raise ValueError(
-            f"a model with paged experts has a chunk ({bare}) without megatron.core's DistributedDataParallel around it; "
-            "wrap every chunk before get_megatron_optimizer() is called"
+            f"a model with paged experts has a chunk ({bare}) without megatron.core's DistributedDataParallel around "
+            "it; wrap every chunk before get_megatron_optimizer() is called"
         )
 
 

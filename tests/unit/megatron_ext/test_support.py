@@ -1,0 +1,136 @@
+"""What MegaScale refuses of stock: every row, by flag, value and remedy, wherever the option is set."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_ext
+from megatron_ext import support
+from megatron_ext.distributed import MegaScaleDDP
+from megatron_ext.layer import MegaScaleMoELayer
+from megatron_ext.optimizer import build_optimizer
+from megatron_ext.support import REFUSALS, Refusal
+
+BAD_VALUES: dict[str, object] = {
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "cuda_graph_impl": "local",
+    "moe_latent_size": 64,
+    "expert_tensor_parallel_size": 2,
+    "num_distributed_optimizer_instances": 2,
+    "optimizer": "sgd",
+    "loss_scale": 1024.0,
+}
+"""A refused value of every option that is no switch."""
+
+GOOD_VALUES: dict[str, object] = {"cuda_graph_impl": "none", "optimizer": "adam", "expert_tensor_parallel_size": 1}
+STOCK = {"model": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+OF_MEGATRON_LM = {"moe_use_upcycling", "use_torch_fsdp2"}
+"""Flags of Megatron-LM that no configuration object of megatron-core has."""
+
+every_row = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.where}-{refusal.option}")
+
+
+def bad_value(refusal: Refusal) -> object:
+    return BAD_VALUES.get(refusal.option, True)
+
+
+def arguments(**changed: object) -> argparse.Namespace:
+    """Parsed flags of Megatron-LM that are fine, with changes."""
+    fine = {"megascale": True, "num_experts": 8, "optimizer": "adam", "expert_model_parallel_size": 2}
+    return argparse.Namespace(**{**fine, **changed})
+
+
+def expected(refusal: Refusal) -> str:
+    flag = "--" + refusal.option.replace("_", "-")
+    value = repr(bad_value(refusal))
+    return re.escape(f"{flag} ({refusal.option}={value}) is not supported with --megascale; {refusal.remedy}")
+
+
+def use(where: str, options: Any) -> None:
+    """What a script of its own would call first with its configuration object."""
+    if where == "model":
+        MegaScaleMoELayer(options)
+    elif where == "ddp":
+        MegaScaleDDP(None, options, None)  # type: ignore[arg-type]
+    elif where == "optimizer":
+        build_optimizer(lambda *given: given, options, [object.__new__(MegaScaleDDP)])  # type: ignore[arg-type, return-value]
+    else:
+        support.check(where, options)
+
+
+class TestEveryRow:
+    @every_row
+    def test_as_a_flag(self, refusal: Refusal) -> None:
+        with pytest.raises(ValueError, match=expected(refusal)):
+            megatron_ext.enable_from_args(arguments(**{refusal.option: bad_value(refusal)}))
+        assert not megatron_ext.is_enabled()
+
+    @every_row
+    def test_as_an_option_of_stock(self, refusal: Refusal) -> None:
+        """On the configuration objects that scripts of their own build."""
+        options = SimpleNamespace(**{refusal.option: bad_value(refusal)})
+        with pytest.raises(ValueError, match=expected(refusal)):
+            use(refusal.where, options)
+
+    @every_row
+    def test_what_is_not_set_passes(self, refusal: Refusal) -> None:
+        for value in (None, GOOD_VALUES.get(refusal.option, False)):
+            support.check_arguments(arguments(**{refusal.option: value}))
+
+    @every_row
+    def test_the_option_exists_in_stock(self, refusal: Refusal) -> None:
+        if refusal.where == "arguments":
+            assert refusal.option in OF_MEGATRON_LM
+            return
+        assert refusal.option in {field.name for field in dataclasses.fields(STOCK[refusal.where])}
+
+    def test_stocks_defaults_pass_but_for_one(self) -> None:
+        """gradient_accumulation_fusion is off in megatron-core's configuration and on among Megatron-LM's flags."""
+        config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_moe_experts=4)
+        support.check("model", config)
+        support.check("ddp", DistributedDataParallelConfig())
+        support.check("optimizer", OptimizerConfig(optimizer="adam"))
+        support.check_arguments(arguments())
+
+
+class TestOtherRefusals:
+    def test_a_dense_model(self) -> None:
+        with pytest.raises(
+            ValueError, match="needs a mixture-of-experts model: give --num-experts, or leave --megascale"
+        ):
+            megatron_ext.enable_from_args(arguments(num_experts=None))
+        assert not megatron_ext.is_enabled()
+
+    def test_experts_that_ranks_cannot_share(self) -> None:
+        with pytest.raises(ValueError, match=r"--num-experts 8 cannot be divided by --expert-model-parallel-size 3"):
+            support.check_arguments(arguments(expert_model_parallel_size=3))
+
+    def test_tensor_parallel_experts(self) -> None:
+        message = r"--tensor-model-parallel-size 2 would cut experts.*add --expert-tensor-parallel-size 1"
+        with pytest.raises(ValueError, match=message):
+            support.check_arguments(arguments(tensor_model_parallel_size=2))
+        support.check_arguments(arguments(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
+        with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size \(expert_tensor_parallel_size=2\)"):
+            support.check_arguments(arguments(tensor_model_parallel_size=2, expert_tensor_parallel_size=2))
+
+    @pytest.mark.parametrize("where", ["save", "load"])
+    def test_layouts_of_checkpoints(self, where: str) -> None:
+        checkpoints = {where: "folder", "use_distributed_optimizer": True}
+        with pytest.raises(ValueError, match=r"needs --dist-ckpt-optim-fully-reshardable.*\(dp_reshardable\)"):
+            support.check_arguments(arguments(**checkpoints))
+        support.check_arguments(arguments(**checkpoints, dist_ckpt_optim_fully_reshardable=True))
+        support.check_arguments(arguments(use_distributed_optimizer=True))
+        support.check_arguments(arguments(**{where: "folder"}))
+        with pytest.raises(ValueError, match=r"--ckpt-format torch is not supported .* use --ckpt-format torch_dist"):
+            support.check_arguments(arguments(**{where: "folder", "ckpt_format": "torch"}))
+        support.check_arguments(arguments(**{where: "folder", "ckpt_format": "torch_dist"}))
