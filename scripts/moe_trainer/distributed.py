@@ -71,7 +71,8 @@ class Distributed:
         parallel_state.destroy_model_parallel()
         destroy_rerun_state_machine()
         for group in groups:
-            torch.distributed.destroy_process_group(group)
+            if group in torch.distributed.distributed_c10d._world.pg_map:  # all but those that an error left half made
+                torch.distributed.destroy_process_group(group)
 
 
 def leave() -> None:
