@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,15 @@ def trainer(corpus: str, flags: str = "") -> Trainer:
     from scripts.moe_trainer.arguments import parse_args
     from scripts.moe_trainer.trainer import Trainer
 
+    _spare_the_collector_what_was_imported()
     return Trainer(parse_args([*MODEL.split(), "--data-path", corpus, *flags.split()]))
+
+
+@functools.cache
+def _spare_the_collector_what_was_imported() -> None:
+    """A trainer collects garbage when it closes; to look through all of torch each time would outlast its steps."""
+    gc.collect()
+    gc.freeze()
 
 
 def numbers(step: StepResult) -> Numbers:
