@@ -15,6 +15,11 @@ Result = TypeVar("Result")
 Bound = Literal["at_least", "at_most"]
 
 
+@dataclass(frozen=True)
+class _Failure:
+    error: Exception
+
+
 @dataclass
 class Context:
     """What the measurements of one run share. Everything is measured afresh in each run."""
@@ -24,10 +29,16 @@ class Context:
     _made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, key: Hashable, measure: Callable[[], Result]) -> Result:
-        """The result of a measurement that several rows read, made when the first one asks."""
+        """The result of a measurement that several rows read, made when the first one asks; its failure, likewise."""
         if key not in self._made:
-            self._made[key] = measure()
-        return self._made[key]  # type: ignore[return-value]
+            try:
+                self._made[key] = measure()
+            except Exception as error:
+                self._made[key] = _Failure(error)
+        made = self._made[key]
+        if isinstance(made, _Failure):
+            raise made.error
+        return made  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,21 @@ def test_rows_that_share_a_measurement_make_it_once(tmp_path):
     assert calls == [1]
 
 
+def test_rows_that_share_a_measurement_share_its_failure(tmp_path):
+    calls = []
+
+    def fails():
+        calls.append(1)
+        raise RuntimeError("no disk")
+
+    def shared(context):
+        return context.once("key", fails)
+
+    rows = [Row(name, "", "x", "at_most", 1.0, shared) for name in ("A", "B")]
+    assert [measured.error for measured in measure(rows, Context(tmp_path))] == ["RuntimeError: no disk"] * 2
+    assert calls == [1]
+
+
 def test_rows_are_selected_by_id_or_by_its_beginning():
     rows = [row("H1-a"), row("H1-b"), row("H10-a"), row("H2")]
     assert [chosen.id for chosen in select(rows, ["H1"])] == ["H1-a", "H1-b"]
