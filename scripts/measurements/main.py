@@ -4,7 +4,7 @@
     python scripts/measure.py house --row H4 --row H6-coarse
 
 Standard output is `{"topic", "environment", "rows": [{"id", "what", "value", "unit", "at_least" | "at_most", "aim",
-"met", "seconds"}]}`, progress goes to standard error. Of rows that read one measurement the first has its seconds. A row
+"met", "seconds"}]}`, progress goes to standard error. Of rows that share a measurement the first has its seconds. A row
 that could not be measured has value null and an "error". The exit status is 1 where a row is not met. This is a
 benchmark: run it on a machine that does nothing else.
 """
