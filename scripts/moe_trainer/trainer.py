@@ -339,11 +339,10 @@ class Trainer:
     def close(self) -> None:
         """Take down what this trainer made: model, optimizer, plug-in, Megatron's groups. CPU patches stay in force."""
         for chunk in self.__dict__.get("model", []):
-            # Parts of the model keep tensors, whose graph keeps the wrapper's hooks, and the wrapper would keep the
-            # model: a cycle through autograd that no collector sees, with every process group and its threads in it.
-            chunk.grad_accs.clear()
-            chunk._modules.clear()
-        for name in ("model", "optimizer", "scheduler", "data"):
+            # Parts of model and optimizer keep tensors, whose graph keeps the wrapper's hooks, and the wrapper would
+            # keep them: a cycle through autograd that no collector sees, with all process groups and threads in it.
+            vars(chunk).clear()
+        for name in ("model", "optimizer", "scheduler", "config", "data"):
             self.__dict__.pop(name, None)
         megatron_ext.disable()
         get_moe_layer_wise_logging_tracker().clear()

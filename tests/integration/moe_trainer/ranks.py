@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ def straight(rank: int, world: int, *, corpus: str, flags: str, count: int) -> l
 def several(rank: int, world: int, *, corpus: str, flags: Sequence[str], count: int) -> list[list[Numbers]]:
     """Runs one after the other in the same processes."""
     return [straight(rank, world, corpus=corpus, flags=one, count=count) for one in flags]
+
+
+def threads_after(rank: int, world: int, *, corpus: str, flags: Sequence[str]) -> list[int]:
+    """How many threads the process has after each of several short runs."""
+    counts = []
+    for one in flags:
+        straight(rank, world, corpus=corpus, flags=one, count=2)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    return counts
 
 
 def interrupted(

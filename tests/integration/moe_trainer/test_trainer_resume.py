@@ -46,6 +46,13 @@ class TestBitForBit:
         first, _, again = pools[2].run(ranks.several, corpus=corpus, flags=flags, count=2)[0]
         assert first == again
 
+    def test_a_closed_trainer_leaves_no_threads(self, pools: Pools, corpus: str) -> None:
+        """Each process group has threads of its own; they end when nothing refers to the group any more."""
+        overlapping = f"--use-distributed-optimizer {OVERLAP}"
+        flags = ["", overlapping, f"{EXPERT_PARALLEL} {overlapping}", f"{VIRTUAL} --bf16", ""]
+        for counts in pools[2].run(ranks.threads_after, corpus=corpus, flags=flags):
+            assert counts == [counts[0]] * len(flags)
+
 
 class TestOtherLayouts:
     """Without dropout the layout does not change what is computed, so a checkpoint continues the same on any."""
