@@ -1,0 +1,113 @@
+"""Residency never changes bits: whole runs under the smallest budget that works against the same runs all resident."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+from tests.integration.megatron_ext.runs import (
+    DISTRIBUTED_OPTIMIZER,
+    EXPERT_PARALLEL,
+    GATED,
+    losses_and_norms,
+    paged_modules,
+    trainer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from scripts.moe_trainer.trainer import Trainer
+
+# Experts of several pages, so that a budget of few pages is far below the state.
+MODEL = "--hidden-size 64 --ffn-hidden-size 256 --megascale-page-size 64KiB"
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+SMALL_BATCHES = 128 * 1024
+
+
+def smallest_percentage(run: Trainer) -> float:
+    """The smallest budget that works, in per cent of all pages."""
+    from megascale_omni.paging.budget import smallest_budget
+    from megascale_omni.paging.needs import class_needs
+
+    needs = class_needs(paged_modules(run)[0].manager.modules)
+    total = sum(need.pages * c.nbytes for c, need in needs.items())
+    return 100 * smallest_budget(needs) / total + 0.01
+
+
+def train(run: Trainer) -> list[Any]:
+    """Losses, norms and validation losses of three steps with an evaluation between them."""
+    return [*losses_and_norms(run, 2), run.evaluate(), *losses_and_norms(run, 1), run.evaluate()]
+
+
+def delayed(job: Callable[[], None], generator: random.Random) -> Callable[[], None]:
+    """The job, after a random pause on its io thread."""
+    pause = generator.random() * 1e-3
+
+    def run() -> None:
+        time.sleep(pause)
+        job()
+
+    return run
+
+
+def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str) -> dict[str, object]:
+    """Runs all resident, then under budgets; returns what is not equal, and what was never evicted."""
+    from megascale_omni.paging import batches
+    from megascale_omni.paging.mover import Mover
+    from scripts.moe_trainer import checkpointing
+
+    options = f"{MODEL} {options} --split 90,10 --eval-iters 2 --eval-interval 100"
+    wrong: dict[str, object] = {}
+    with mock.patch.object(batches, "BATCH_BYTES", SMALL_BATCHES):
+        with trainer(corpus, options, megascale=True) as run:
+            expected = train(run)
+            percent = smallest_percentage(run)
+            checkpointing.save(run, f"{folder}/resident")
+            later = losses_and_norms(run, 2)
+        paging = f"--megascale-disk-path {folder}"
+        for name, more in {
+            "smallest": f"{paging} --megascale-device-budget {percent:.2f}%",
+            "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 20% "
+            "--megascale-prefetch off --megascale-max-lag 0",
+        }.items():
+            generator = random.Random(f"{name} {rank}")
+            read, write = Mover.read, Mover.write
+            slow = mock.patch.multiple(
+                Mover,
+                read=lambda self, job, r=read, g=generator: r(self, delayed(job, g)),
+                write=lambda self, job, w=write, g=generator: w(self, delayed(job, g)),
+            )
+            with slow, trainer(corpus, options, more, megascale=True) as run:
+                found = train(run)
+                manager = paged_modules(run)[0].manager
+                manager.check_integrity()
+                if found != expected:
+                    wrong[name] = (expected, found)
+                if not manager.stats()["pages_evicted"]:
+                    wrong[f"{name}: evicted"] = manager.stats()
+        with trainer(corpus, options, more, f"--load {folder}/resident", megascale=True) as run:
+            resumed = losses_and_norms(run, 2)
+            if resumed != later:
+                wrong["resumed"] = (later, resumed)
+            checkpointing.save(run, f"{folder}/paged")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        pytest.param(1, GATED, id="single"),
+        pytest.param(1, "--bf16 --calculate-per-token-loss", id="bf16-biases-per-token"),
+        pytest.param(2, f"{EXPERT_PARALLEL} --disable-bias-linear", id="ep2"),
+        pytest.param(2, f"{GATED} {INTERLEAVED}", id="interleaved-pp2"),
+        pytest.param(4, f"{GATED} {EXPERT_PARALLEL} {DISTRIBUTED_OPTIMIZER}", id="ep2dp2-distributed"),
+    ],
+)
+def test_a_run_has_the_same_bits_at_any_budget(pools, corpus, tmp_path, world, options):
+    answers = pools[world].run(at_budgets, corpus=corpus, folder=str(tmp_path), options=options)
+    assert answers == [{}] * world
