@@ -36,26 +36,24 @@ def _forward_in_halves(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MLP.forward` of an expert, `y = act_a Wd_a^T + act_b Wd_b^T` for halves a and b of the neurons.
 
-    Partial sums are fp32, forwards and backwards; what stock rounds to the training dtype is rounded once, after them.
+    The halves are computed and added by stock's own operations in the training dtype, forwards and backwards.
     """
     config, dtype = expert.config, hidden_nh.dtype
     fc1, fc2 = expert.linear_fc1, expert.linear_fc2
     rows = torch.arange(fc1.weight.shape[0]).view(2 if config.gated_linear_unit else 1, -1)
-    x_nh = hidden_nh.float()
     y_nh: torch.Tensor | None = None
     half = rows.shape[1] // 2
     for start, end in ((0, half), (half, rows.shape[1])):
         own = rows[:, start:end].reshape(-1)
-        pre = F.linear(x_nh, fc1.weight[own].float()).to(dtype)
+        pre = F.linear(hidden_nh, fc1.weight[own])
         if fc1.bias is not None:
             pre = pre + fc1.bias[own]
         act = _activation(config, pre)
         if scale_n is not None:
             act = (act * scale_n.unsqueeze(-1)).to(dtype)
-        part = F.linear(act.float(), fc2.weight[:, start:end].float())
+        part = F.linear(act, fc2.weight[:, start:end])
         y_nh = part if y_nh is None else y_nh + part
     assert y_nh is not None
-    y_nh = y_nh.to(dtype)
     if fc2.bias is not None and scale_n is not None:
         return y_nh + fc2.bias.unsqueeze(0) * scale_n.unsqueeze(-1), None
     return y_nh, fc2.bias

@@ -50,7 +50,7 @@ def prove(
         if "steps" in parts:
             proved: list[list[ProvedStep]] = _run(workers, "prove", steps, progress)
             verdict.update(judge_steps(proved))
-        if "mutant" in parts and megascale:
+        if "mutant" in parts and megascale and not layout.is_bf16:  # bf16 rounds by more than a mutant's 0.1 %
             mutated: list[list[MutatedStep]] = _run(workers, "mutate", MUTANT_STEPS)
             verdict["mutant"] = judge_mutant(mutated)
         if "free" in parts:

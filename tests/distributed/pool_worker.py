@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import threading
 import traceback
 from datetime import timedelta
@@ -106,5 +107,13 @@ def _run(job: Job, rank: int, world: int, folder: str) -> object:
         distributed.barrier()  # a rank that fails at once must not break the others' connecting
         return function(rank, world, **job.arguments)
     finally:
+        _forget_parallel_state()
         distributed.destroy_process_group()
         gc.collect()  # what still refers to a group keeps three threads of it alive
+
+
+def _forget_parallel_state() -> None:
+    """Megatron's groups end with the default group: who comes next must not find their names taken."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
