@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,14 @@ class Outcome:
 
 def compare(outcome: Outcome, stock: Outcome, *, before: State) -> list[Deviation]:
     """One deviation of each kind, against stock's step from the same `before`."""
+    gradients = {name: relative_norm(outcome.gradients[name], g) for name, g in stock.gradients.items()}
+    updates = _updates(outcome.after.masters, stock.after.masters, before.masters)
     return [
         Deviation("routing", float(routing_differences(outcome.routing, stock.routing)), ""),
         Deviation("loss", relative_difference(outcome.loss, stock.loss), ""),
         Deviation("grad_norm", relative_difference(outcome.grad_norm, stock.grad_norm), ""),
-        worst("gradient", {name: relative_norm(outcome.gradients[name], g) for name, g in stock.gradients.items()}),
-        worst("update", _updates(outcome.after.masters, stock.after.masters, before.masters)),
+        worst("gradient", gradients),
+        worst("update", updates),
         worst(
             "moment",
             {
@@ -41,6 +44,8 @@ def compare(outcome: Outcome, stock: Outcome, *, before: State) -> list[Deviatio
             },
         ),
         worst("rounding", _unrounded(outcome.after)),
+        typical("typical_gradient", gradients),
+        typical("typical_update", updates),
     ]
 
 
@@ -84,6 +89,12 @@ def worst(kind: str, values: Mapping[str, float]) -> Deviation:
         return Deviation(kind, 0.0, "")
     name = max(values, key=lambda key: math.inf if math.isnan(values[key]) else values[key])
     return Deviation(kind, values[name], name)
+
+
+def typical(kind: str, values: Mapping[str, float]) -> Deviation:
+    """The median of deviations by name; not a number where one of them is not."""
+    broken = any(math.isnan(value) for value in values.values())
+    return Deviation(kind, math.nan if broken else statistics.median(values.values()) if values else 0.0, "")
 
 
 def _updates(after: Tensors, reference: Tensors, before: Tensors) -> dict[str, float]:

@@ -8,6 +8,7 @@
     update       1e-5 of the norm of stock's update, tensor by tensor, beyond the rounding of stored weights (below)
     moment       1e-5 of the norm of stock's moment (both of Adam's), tensor by tensor
     rounding     weights in the training dtype are exactly the rounded main weights
+    typical_...  the median over tensors: in bf16, where one token that goes elsewhere makes the worst, it tells more
 
 [Note: rounding of stored weights]
 An update is the difference of weights before and after. Two updates that differ by nothing but the last bit of a sum
@@ -28,6 +29,8 @@ BOUNDS: dict[str, float] = {
     "update": 1e-5,
     "moment": 1e-5,
     "rounding": 0.0,
+    "typical_gradient": 1e-5,
+    "typical_update": 1e-5,
 }
 
 
