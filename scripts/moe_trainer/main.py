@@ -56,7 +56,11 @@ def _report_once(error: LocalUsageError) -> None:
     import torch
 
     store = torch.distributed.distributed_c10d._get_default_store()
-    if store.add("moe_trainer/reported", 1) == 1:
+    try:
+        first = store.add("moe_trainer/reported", 1) == 1
+    except RuntimeError:  # the rank that keeps the store has ended: it met an error too, and told it
+        return
+    if first:
         _report(error)
 
 
