@@ -12,8 +12,8 @@ from megascale_omni.paging.layout import ExpertShape, PageLayout, SlotClass
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.planes import Plane
-from tests.unit.paging.small import CPU, LAYOUT, SLOT, replace_mover
 from tests.unit.paging.movers import ManualMover
+from tests.unit.paging.small import CPU, LAYOUT, SLOT, replace_mover
 
 NEEDS = st.dictionaries(
     st.builds(SlotClass, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 5000)),
