@@ -290,7 +290,7 @@ def test_bytes_of_another_page_are_found(disk):
     disk.reserve(2 * SLOT.nbytes)
     disk.write(0, first, name=name)
     disk.write(SLOT.nbytes, second, name=name)
-    os.pwritev(disk._fd, [memoryview(second.view(torch.uint8).numpy())], 0)
+    os.pwritev(disk._fd, [second.view(torch.uint8).numpy()], 0)  # type: ignore[list-item]
     with pytest.raises(PageIoError, match="checksum does not match"):
         disk.read(0, target, name=name)
 
