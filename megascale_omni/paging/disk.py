@@ -75,16 +75,19 @@ class DiskFile:
     def reserve(self, nbytes: int) -> int:
         """Adds ``nbytes`` to the file, on disk at once; the offset of the first of them."""
         offset = self._size
+        system = os.statvfs(self.folder)
+        free = system.f_bavail * system.f_frsize
         try:
+            if nbytes > free:  # asked first, lest the disk is full for others until the call fails
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
-            what = f"disk path {self.folder} has no room for the experts' pages"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                what = f"disk path {self.folder} cannot hold the experts' pages"
-            free = os.statvfs(self.folder)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            os.ftruncate(self._fd, offset)
             raise ValueError(
-                f"{what}: {offset + nbytes} bytes are needed, {free.f_bavail * free.f_frsize} are free "
-                f"({os.strerror(error.errno or 0)}); free some, or give another --megascale-disk-path"
+                f"disk path {self.folder} {'has no room for' if full else 'cannot hold'} the experts' pages: "
+                f"{offset + nbytes} bytes are needed, {free} are free ({os.strerror(error.errno or 0)}); "
+                "free some, or give another --megascale-disk-path"
             ) from error
         self._size += nbytes
         return offset

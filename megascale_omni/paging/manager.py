@@ -51,7 +51,10 @@ class PagingOptions:
 
 
 class ExpertManager:
-    """Page table, tiers and leases of one process. Modules register through :meth:`add_module`."""
+    """Page table, tiers and leases of one process. Modules register through :meth:`add_module`.
+
+    ``mover`` are io threads other than the usual ones; ``poison`` is the arena's.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class ExpertManager:
         device: torch.device,
         schedule: Schedule | None = None,
         options: PagingOptions | None = None,
+        mover: Mover | None = None,
         poison: bool = False,
     ) -> None:
         self.options = options or PagingOptions()
@@ -67,19 +71,19 @@ class ExpertManager:
         self.table = PageTable(self.numbering)
         self.forecast = Forecast()
         self.arena = Arena(device=device, poison=poison)
-        self.pager = Pager(self.table, self._tiers(device), self.forecast)
+        self.pager = Pager(self.table, self._tiers(device, mover), self.forecast)
         self.pager.on_move = self._forget_views
         self.schedule.on_step(self.forecast.end_step)
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
 
-    def _tiers(self, device: torch.device) -> Tiers:
-        paths, cuda = self.options.disk_path, device.type == "cuda"
-        disk = None if paths is None else DiskFile(paths, checksum=self.options.checksum)
+    def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
+        path, cuda = self.options.disk_path, device.type == "cuda"
+        disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
         host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda)
         copier = CudaCopier(device) if cuda else Copier()
-        return Tiers(self.arena, host, disk, None if disk is None else Mover(), copier)
+        return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier)
 
     # -- modules -------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """A manager with few small pages and fewer slots, in a folder on disk."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -17,15 +16,6 @@ from tests.unit.paging.movers import ManualMover
 CPU = torch.device("cpu")
 SLOT = 4096
 LAYOUT = PageLayout(ExpertShape(hidden=16, ffn=16, gated=True, bias=False), 16)  # one page of 3 KiB in fp32
-
-
-def replace_mover(manager: ExpertManager, mover: Mover) -> Mover:
-    """Gives a manager other io threads."""
-    before = manager.pager.tiers.mover
-    assert before is not None
-    before.close()
-    manager.pager.tiers = dataclasses.replace(manager.pager.tiers, mover=mover)
-    return mover
 
 
 class Pages:
@@ -48,9 +38,8 @@ class Pages:
         mover: Mover | None = None,
     ) -> None:
         options = PagingOptions(device_budget=Budget(nbytes=0), disk_path=folder, prefetch=prefetch, checksum=checksum)
-        self.manager = ExpertManager(device=CPU, options=options, poison=True)
         self.mover = ManualMover() if mover is None else mover
-        replace_mover(self.manager, self.mover)
+        self.manager = ExpertManager(device=CPU, options=options, mover=self.mover, poison=True)
         self.module: PagedModule = self.manager.add_module(
             path="experts", layout=layout, num_experts=experts, dtypes=dict.fromkeys(planes, torch.float32)
         )

@@ -12,8 +12,9 @@ from megascale_omni.paging.layout import ExpertShape, PageLayout, SlotClass
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
 from tests.unit.paging.movers import ManualMover
-from tests.unit.paging.small import CPU, LAYOUT, SLOT, replace_mover
+from tests.unit.paging.small import CPU, LAYOUT, SLOT
 
 NEEDS = st.dictionaries(
     st.builds(SlotClass, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 5000)),
@@ -133,8 +134,7 @@ def test_the_number_that_is_named_does_work(tmp_path, monkeypatch, batch):
 
     def start(budget: int) -> ExpertManager:
         options = PagingOptions(device_budget=Budget(nbytes=budget), disk_path=tmp_path)
-        manager = ExpertManager(device=CPU, options=options)
-        replace_mover(manager, ManualMover())
+        manager = ExpertManager(device=CPU, options=options, mover=ManualMover())
         for path, layout, experts in (("a", LAYOUT, 7), ("b", other, 4)):
             module = manager.add_module(path=path, layout=layout, num_experts=experts, dtypes=TRAINED)
             for plane in TRAINED:
@@ -157,8 +157,6 @@ def test_the_number_that_is_named_does_work(tmp_path, monkeypatch, batch):
                 manager.check_integrity()
         for module in manager.modules:
             names = [(e, s) for e in range(module.entry.num_experts) for s in range(module.entry.num_slices)]
-            from megascale_omni.schedule import Phase
-
             for _ in manager.sweep(module, names, planes=tuple(TRAINED), phase=Phase.STEP, write=True):
                 pass
         assert manager.arena.bytes_used <= smallest

@@ -36,7 +36,7 @@ from megascale_omni.paging.planes import PageKey, Plane
 from megascale_omni.paging.tiers import TierKind
 from megascale_omni.schedule import Phase
 from tests.unit.paging.movers import ManualMover
-from tests.unit.paging.small import SLOT, replace_mover
+from tests.unit.paging.small import SLOT
 
 DTYPES = {Plane.WEIGHT: torch.bfloat16, Plane.GRADIENT: torch.float32, Plane.MASTER: torch.float32}
 PLANES = st.sampled_from(list(DTYPES))
@@ -77,8 +77,8 @@ class PagerMachine(RuleBasedStateMachine):
             checksum="crc32",
             prefetch=prefetch,
         )
-        self.manager = ExpertManager(device=torch.device("cpu"), options=options, poison=True)
-        self.mover = replace_mover(self.manager, self.make_mover(seed))
+        self.mover = self.make_mover(seed)
+        self.manager = ExpertManager(device=torch.device("cpu"), options=options, mover=self.mover, poison=True)
         for number, (experts, ffn, rows) in enumerate(((4, 24, 16), (5, 16, 16))):
             layout = PageLayout(ExpertShape(hidden=16, ffn=ffn, gated=True, bias=number == 0), rows)
             self.manager.add_module(path=f"module{number}", layout=layout, num_experts=experts, dtypes=DTYPES)
