@@ -76,7 +76,7 @@ class BlasProducts:
             out.copy_(partial)
 
 
-ROW_QUANTUM = 16
+ROW_QUANTUM = 64
 """oneDNN compiles a kernel, about 0.65 MB each, for every number of rows: it gets multiples of this only."""
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from scripts.moe_trainer.trainer import Trainer
 
+SAVED_WITH = "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6"
+"""Settings of parameter groups that come back with a checkpoint, whatever the flags of the run that continues."""
 INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 BF16_LOSS_TOLERANCE = 1e-4
 """A bf16 product has 8 bits: where sums are ordered otherwise, losses differ by more than rounding of the loss."""
@@ -88,15 +90,14 @@ def switch_sides(
     """Stock -> MegaScale -> stock and MegaScale. Returns what differs, and the most pages of an expert."""
     from scripts.moe_trainer import checkpointing
 
-    def side(*, megascale: bool, load: str = "") -> Trainer:
-        more = [pages] if megascale else []
-        more += [f"--load {folder}/{load}"] if load else []
-        return trainer(corpus, options, *more, megascale=megascale)
+    def side(*, megascale: bool, load: str = "", more: str = "") -> Trainer:
+        where = f"--load {folder}/{load}" if load else ""
+        return trainer(corpus, options, pages if megascale else "", where, more, megascale=megascale)
 
     differences = Differences()
     bound = BF16_LOSS_TOLERANCE if "--bf16" in options else 1e-6
     with VARIANTS[variant]():
-        with side(megascale=False) as stock:
+        with side(megascale=False, more=SAVED_WITH) as stock:
             losses_and_norms(stock, 2)
             saved = state_of(stock)
             checkpointing.save(stock, f"{folder}/stock")
