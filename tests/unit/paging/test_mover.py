@@ -94,7 +94,7 @@ def test_a_thread_that_never_answers_is_an_error_that_says_what_was_waited_for(g
 
 
 def test_a_queue_that_is_longer_than_the_timeout_is_no_stall(gate):
-    """The last of many jobs ends after the timeout, but there is no such time without an end."""
+    """One thread and slow jobs: the last one ends after the timeout, yet something ends within any such time."""
     mover = Mover(readers=1, writers=1, timeout=timedelta(seconds=1))
 
     def slow() -> None:
