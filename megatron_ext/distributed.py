@@ -6,6 +6,7 @@ applied to the gradient pages too, with stock's scaling, accumulation dtype and 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megascale_omni.experts.gradients import ExpertGradients
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.planes import PageNumbering, Plane
 from megascale_omni.schedule import Phase
 from megatron_ext import support
 from megatron_ext.experts import MegaScaleExperts
@@ -50,8 +51,9 @@ class MegaScaleDDP(DistributedDataParallel):
         self._begins_steps = bool(self.paged_experts) and self.paged_experts[0].pages.entry.module == 0
         self._chunk = getattr(_innermost(module), "vp_stage", None) or 0
         for name, experts in named:
-            path = name.removeprefix("module.")
-            experts.manager.numbering.rename(experts.pages.entry.module, f"chunk {self._chunk}: {path}")
+            path = f"chunk {self._chunk}: {name.removeprefix('module.')}"
+            numbering = experts.manager.numbering
+            numbering.rename(experts.pages.entry.module, _free_path(path, numbering))
             dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else experts.pages.dtypes[Plane.WEIGHT]
             experts.manager.set_plane_dtype(experts.pages, Plane.GRADIENT, dtype)
 
@@ -135,6 +137,12 @@ class MegaScaleDDP(DistributedDataParallel):
         """As stock; gradient pages, whose contents are undefined from here on, become absent."""
         super().offload_grad_buffers(synchronize=synchronize, empty_cache=empty_cache)
         self.gradients.drop()
+
+
+def _free_path(path: str, numbering: PageNumbering) -> str:
+    """``path``, numbered where another model of the run (a teacher, a second tower) has a module of that path."""
+    taken = {numbering.path(entry.module) for entry in numbering.entries}
+    return next(p for n in itertools.count(1) if (p := path if n == 1 else f"{path} ({n})") not in taken)
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,11 +55,18 @@ def flags(corpus: str, *options: str, megascale: bool = False) -> list[str]:
 
 def trainer(corpus: str, *options: str, megascale: bool = False) -> Trainer:
     """A trainer; use it as a context manager."""
-    gc.freeze()  # stock collects garbage when it saves and loads: what is imported need not be looked at again
+    spare_the_collector_what_was_imported()
     from scripts.moe_trainer.arguments import parse_args
     from scripts.moe_trainer.trainer import Trainer
 
     return Trainer(parse_args(flags(corpus, *options, megascale=megascale)))
+
+
+@functools.cache
+def spare_the_collector_what_was_imported() -> None:
+    """Stock collects garbage when it saves and loads, and ranks after every run: not all of torch each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def paged_modules(run: Trainer) -> list[MegaScaleExperts]:

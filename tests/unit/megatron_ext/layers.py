@@ -164,9 +164,13 @@ def build(
     page_size: str = "64KiB",
     poison: bool = False,
     overrides: dict[str, float] | None = None,
+    stay_enabled: bool = False,
     **config: Any,
 ) -> Side:
-    """A side from the same seed as every other; parallel state (``fresh_parallel_state``) exists already."""
+    """A side from the same seed as every other; parallel state (``fresh_parallel_state``) exists already.
+
+    MegaScale is disabled afterwards unless ``stay_enabled``.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -176,7 +180,9 @@ def build(
     import megatron_ext
     from megascale_omni.config import MegaScaleConfig
     from scripts.exactness.state import ModelState
+    from tests.integration.megatron_ext.runs import spare_the_collector_what_was_imported
 
+    spare_the_collector_what_was_imported()
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -212,7 +218,8 @@ def build(
         ddp = DistributedDataParallel(settings, ddp_config, model)
         optimizer = _optimizer(ddp, bf16, distributed, clip_grad, weight_decay, overrides)
     finally:
-        megatron_ext.disable()
+        if not stay_enabled:
+            megatron_ext.disable()
     state = ModelState([ddp], optimizer, distributed=distributed)
     return Side(ddp, optimizer, _scheduler(optimizer, weight_decay), state)
 

@@ -161,19 +161,22 @@ ROUTES: dict[str, Sequence[Iterable[int]]] = {
 }
 
 
-def route_oddly(rank: int, world: int, *, routes: Sequence[Iterable[int]], kind: str, dispatcher: str) -> None:
+def route_oddly(rank: int, world: int, *, kind: str, dispatcher: str) -> list[str]:
+    """All odd routes, one after the other on the same two sides; which were gone through."""
     stock, paged = two_sides(**KINDS[kind], dispatcher=dispatcher)
-    for step in range(2):
+    gone = []
+    for step, (name, routes) in enumerate(ROUTES.items()):
         train_both(stock, paged, (tokens(len(routes), seed=step), routes))
-        assert experts_with_gradient(paged) == {expert for token in routes for expert in token}
+        assert experts_with_gradient(paged) == {expert for token in routes for expert in token}, name
+        gone.append(name)
     train_both(stock, paged, (tokens(5, seed=9), EVERYWHERE))
+    return gone
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
-def test_odd_routes(pools, routes, dispatcher):
-    for kind in ("fp32", "biases"):
-        pools[1].run(route_oddly, routes=[list(r) for r in routes], kind=kind, dispatcher=dispatcher)
+@pytest.mark.parametrize("kind", ["fp32", "biases"])
+def test_odd_routes(pools, kind, dispatcher):
+    assert pools[1].run(route_oddly, kind=kind, dispatcher=dispatcher) == [list(ROUTES)]
 
 
 def accumulate(rank: int, world: int, *, kind: str) -> None:
@@ -185,7 +188,7 @@ def accumulate(rank: int, world: int, *, kind: str) -> None:
         assert experts_with_gradient(paged) == {0, 1, 2}
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["biases", "bf16"])
 def test_micro_batches_accumulate_whoever_gets_tokens_in_which(pools, kind):
     pools[1].run(accumulate, kind=kind)
 
@@ -288,7 +291,7 @@ def go_on_with_nan(rank: int, world: int, *, kind: str) -> None:
     assert_close(*given)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["bf16", "distributed", "clipped"])
 def test_a_nan_without_the_check_does_what_it_does_in_stock(pools, kind):
     pools[1].run(go_on_with_nan, kind=kind)
 
@@ -377,3 +380,24 @@ def follow_schedule(rank: int, world: int, *, override: dict[str, float] | None)
 @pytest.mark.parametrize("override", [None, {"wd_mult": 0.5, "max_lr": 3e-2, "min_lr": 1e-2}], ids=["", "experts"])
 def test_the_scheduler_sets_rate_and_decay_of_experts_groups(pools, override):
     pools[1].run(follow_schedule, override=override)
+
+
+# --- several models ----------------------------------------------------------------------------------------------
+
+
+def train_two_models(rank: int, world: int) -> list[str]:
+    """Of one run: a teacher and a student, say. Each as if it were alone."""
+    fresh_parallel_state()
+    alone = build(megascale=True)
+    first, second = build(megascale=True, stay_enabled=True), build(megascale=True)
+    for step in range(2):
+        for side in (alone, first, second):
+            side.train((tokens(5, seed=step), WITHOUT_3))
+    for side in (first, second):
+        assert [n for n, t in alone.tensors().items() if not torch.equal(t, side.tensors()[n])] == []
+    assert first.layer.experts.manager is second.layer.experts.manager
+    return [first.layer.experts.path, second.layer.experts.path]
+
+
+def test_two_models_of_one_run_keep_apart(pools):
+    assert pools[1].run(train_two_models) == [["chunk 0: mlp.experts", "chunk 0: mlp.experts (2)"]]
