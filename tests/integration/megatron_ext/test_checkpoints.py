@@ -29,6 +29,8 @@ from tests.integration.megatron_ext.runs import (
 from tests.integration.megatron_ext.snapshots import (
     State,
     differing,
+    groups_of,
+    position_of,
     state_of,
     stored_common,
     stored_keys,
@@ -134,7 +136,8 @@ def switch_sides(
         differences.of_losses("MegaScale -> stock: losses", uninterrupted[1:], back, bound)
 
         with side(megascale=True, load="paged") as paged:
-            differences.of_states("MegaScale -> MegaScale", saved, state_of(paged))
+            # Nothing is read in between: pages must not take steps for missed that the checkpoint has in it.
+            differences.of_values("MegaScale -> MegaScale: position", saved[1:], (groups_of(paged), position_of(paged)))
             differences.of_values("MegaScale -> MegaScale: losses", continued[1:], losses_and_norms(paged, 1))
             differences.of_tensors("MegaScale -> MegaScale: end", end, tensors_of(paged))
     return differences.found, slices, late
