@@ -77,6 +77,7 @@ class ExpertManager:
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
+        self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
@@ -176,6 +177,9 @@ class ExpertManager:
 
     def drop(self, page_ids: np.ndarray) -> None:
         """Makes unpinned pages absent, wherever they are; their contents are gone."""
+        if len(page_ids):
+            self.before_write(page_ids)
+            self.table.changed[page_ids] = True
         for page_id in page_ids.tolist():
             self.pager.drop(page_id)
 
@@ -225,8 +229,10 @@ class ExpertManager:
         self.table.unpin(page_ids)
 
     def mark_dirty(self, page_ids: np.ndarray) -> None:
-        """For leases: the holder wrote to these pages."""
+        """For leases: the holder is about to write to these pages, or is writing to them."""
+        self.before_write(page_ids)
         self.table.dirty[page_ids] = True
+        self.table.changed[page_ids] = True
 
     def waves(
         self,
