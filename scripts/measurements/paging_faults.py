@@ -57,9 +57,9 @@ HARMLESS = ("short read", "short write", "slow disk")
 ON_READ = ("short read", "EIO on read", "truncated file", "io thread killed", "io thread hangs")
 """Kinds that happen at a read; the others happen at a write."""
 
-TASK = Task(steps=3, micro_batches=1, tokens=12, evaluate=False)
+TASK = Task(steps=2, micro_batches=1, tokens=12, evaluate=False)
 FRACTION = 0.25
-STALL = timedelta(seconds=0.5)
+STALL = timedelta(seconds=0.3)
 """How long a run waits for an io thread that hangs."""
 CHILD_SECONDS = 120.0
 MODULE = "scripts.measurements.paging_faults"

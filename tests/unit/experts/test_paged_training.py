@@ -1,4 +1,4 @@
-"""Where pages are changes no bit of a training: budgets, prefetch, host memory, slow disks, experts beyond the budget."""
+"""Where pages are changes no bit of a training: budgets, prefetch, host memory, slow disks, large experts."""
 
 from functools import cache
 
@@ -12,13 +12,15 @@ from tests.unit.paging.movers import ManualMover, SlowMover
 
 BF16 = torch.bfloat16
 TASKS = {
-    "fp32": Task(),
-    "bf16, recompute": Task(dtype=BF16, recompute=True, steps=3),
-    "L2 decay, a lag of 2": Task(decoupled=False, max_lag=2, steps=6, micro_batches=1, active=2),
-    "no lag, no biases": Task(max_lag=0, bias=False, steps=3),
-    "whole experts": Task(rows=40, modules=3, steps=3),
+    "fp32": Task(steps=3),
+    "bf16, recompute": Task(dtype=BF16, recompute=True, steps=2),
+    "L2 decay, a lag of 2": Task(decoupled=False, max_lag=2, steps=5, micro_batches=1, active=2, evaluate=False),
+    "no lag, no biases": Task(max_lag=0, bias=False, steps=2),
+    "whole experts": Task(rows=40, modules=3, steps=3, micro_batches=1),
 }
 BUDGETS = {"100 %": 1.0, "50 %": 0.5, "25 %": 0.25, "smallest": None}
+CASES = [("fp32", budget) for budget in BUDGETS]
+CASES += [(name, budget) for name in list(TASKS)[1:] for budget in ("25 %", "smallest")]
 
 
 @cache
@@ -36,18 +38,15 @@ def options(name: str, budget: float | None, folder, **more) -> PagingOptions:
     )
 
 
-@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS.keys())
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(("name", "budget"), CASES)
 def test_another_budget_changes_no_bit(name, budget, tmp_path, seed):
     """The disk is slow at random, which lets loads, saves and computation meet in every order."""
-    mover = SlowMover(seed)
-    found = train(TASKS[name], options(name, budget, tmp_path), mover=mover, check=True)
+    found = train(TASKS[name], options(name, BUDGETS[budget], tmp_path), mover=SlowMover(seed), check=True)
     assert found.differs_from(resident(name)) == []
-    assert (found.counts.get("pages_loaded", 0) > 100) == (budget != 1.0)
+    assert (found.counts.get("pages_loaded", 0) > 50) == (budget != "100 %")
 
 
-@pytest.mark.parametrize("budget", [0.5, None], ids=["50 %", "smallest"])
-@pytest.mark.parametrize("name", ["fp32", "bf16, recompute"])
+@pytest.mark.parametrize(("name", "budget"), [("fp32", 0.5), ("bf16, recompute", None)])
 def test_without_prefetch_and_with_host_memory_no_bit_changes(name, budget, tmp_path, seed):
     fetched = train(TASKS[name], options(name, budget, tmp_path, prefetch=False), mover=SlowMover(seed))
     assert fetched.differs_from(resident(name)) == []
@@ -65,17 +64,17 @@ def test_io_that_ends_in_any_order_changes_no_bit(order, tmp_path):
 
 
 def test_an_expert_larger_than_the_budget_trains_to_the_same_bits(tmp_path, seed):
-    task = Task(experts=2, active=2, ffn=400, rows=16, steps=2, batch_bytes=1)
+    task = Task(experts=2, active=2, ffn=256, rows=16, steps=2, micro_batches=1, batch_bytes=1)
     budget = smallest_budget_of(task)
     page = task.layout.slot_class(torch.float32).nbytes
-    assert task.layout.num_slices * page > 3 * budget  # its weights alone
+    assert task.layout.num_slices * page >= 2 * budget  # its weights alone
     paging = PagingOptions(device_budget=Budget(nbytes=budget), disk_path=tmp_path)
     found = train(task, paging, mover=SlowMover(seed), check=True)
     assert found.differs_from(train(task)) == []
 
 
 def test_micro_batches_add_to_one_gradient_page_however_often_it_leaves_in_between(tmp_path, seed):
-    task = Task(experts=3, active=3, micro_batches=4, steps=2, batch_bytes=1)
+    task = Task(experts=3, active=3, modules=1, micro_batches=4, steps=2, batch_bytes=1)
     paging = PagingOptions(device_budget=Budget(nbytes=smallest_budget_of(task)), disk_path=tmp_path)
     found = train(task, paging, mover=SlowMover(seed), check=True)
     assert found.differs_from(train(task)) == []
