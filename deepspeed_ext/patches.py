@@ -1,0 +1,80 @@
+"""All that is changed in stock DeepSpeed: what ``DeepSpeedEngine(...)`` makes.
+
+``deepspeed.initialize`` and others refer to the class by name; what reaches everyone is the class itself. So its
+``__init__`` turns a new object into a :class:`MegaScaleEngine` and initialises it as such where the configuration has
+an enabled ``"megascale"`` section; without one nothing changes. Engines made while this is in force keep working after
+:func:`disable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_ext.config import section_of
+
+
+@dataclass
+class _Registry:
+    """The only module-level state: stock's constructor while it is replaced."""
+
+    original: Callable[..., None] | None = None
+
+
+_registry = _Registry()
+
+
+def enable() -> None:
+    """Makes ``deepspeed.initialize`` heed the section; idempotent. Importing :mod:`deepspeed_ext` calls it.
+
+    Raises:
+        RuntimeError: stock's engine is not what this release of MegaScale knows.
+    """
+    if _registry.original is not None:
+        return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from deepspeed_ext.engine import MegaScaleEngine
+
+    original = vars(DeepSpeedEngine)["__init__"]
+    takes, known = tuple(inspect.signature(original).parameters), tuple(inspect.signature(MegaScaleEngine.__init__).parameters)
+    if takes != known or hasattr(original, "__wrapped__"):
+        raise RuntimeError(
+            f"DeepSpeedEngine takes ({', '.join(takes)}), MegaScale knows it with ({', '.join(known)}): this release of "
+            "DeepSpeed is not supported, or another plug-in has changed it"
+        )
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - stock's own
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("config")
+        if isinstance(self, MegaScaleEngine) or not isinstance(given, dict) or section_of(given) is None:
+            original(self, *args, **kwargs)
+            return
+        if type(self) is not DeepSpeedEngine:
+            raise ValueError(
+                f"{type(self).__name__} is not supported with megascale; use a model that is no PipelineModule, and no "
+                "hybrid engine"
+            )
+        object.__setattr__(self, "__class__", MegaScaleEngine)  # torch's own __setattr__ needs an initialised module
+        MegaScaleEngine.__init__(self, *args, **kwargs)
+
+    _registry.original = original
+    DeepSpeedEngine.__init__ = __init__
+
+
+def disable() -> None:
+    """Puts stock's constructor back; what was built stays as it is."""
+    if _registry.original is None:
+        return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    DeepSpeedEngine.__init__ = _registry.original
+    _registry.original = None
+
+
+def is_enabled() -> bool:
+    """Whether the section is heeded."""
+    return _registry.original is not None
