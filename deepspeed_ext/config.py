@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from deepspeed_ext.messages import said_in_json
 from megascale_omni.config import MegaScaleConfig
 
 SECTION = "megascale"
@@ -53,7 +54,8 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"{SECTION}.expert_parallel_size={ranks!r} must be a number of ranks, 1 or more")
     try:
-        config = MegaScaleConfig.from_mapping(sections)
+        with said_in_json():
+            config = MegaScaleConfig.from_mapping(sections)
     except ValueError as error:
         raise ValueError(f'"{SECTION}" section: {error}') from error
     return Section(config=config, expert_parallel_size=ranks) if enabled else None

@@ -8,16 +8,17 @@ rest only. At a step the engine first reduces the pages' gradients, then lets st
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_ext import support
+from deepspeed_ext import checkpoint, fp32, support
 from deepspeed_ext.config import Section, section_of
 from deepspeed_ext.convert import Dtypes, Moved, page_hf_experts
-from deepspeed_ext.experts import DeepSpeedExperts
+from deepspeed_ext.experts import DeepSpeedExperts, whole
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
 from deepspeed_ext.run import Ranks, Run
 from deepspeed_ext.stepping import ExpertsStep
@@ -70,7 +71,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             dont_change_device=dont_change_device,
         )
         if self.experts_step is None:  # inference only
-            run.manager.check_budget()
+            run.check_budget()
 
     # -- optimizer
     # ------------------------------------------------------------------------------------------------------
@@ -131,6 +132,76 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         with schedule.enter(phase, micro_batch=micro_batch):
             return super().forward(*inputs, **kwargs)
 
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(  # noqa: D102 - stock's
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] = {},  # noqa: B006 - stock's signature
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        checkpoint.save(Path(save_dir) / tag, self.run, self.modules_in_pages, self.experts_step)
+        with checkpoint.hidden(self.run):  # stock's `latest` is written when everything else is there
+            saved: bool = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return saved
+
+    def load_checkpoint(  # noqa: D102 - stock's
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,  # noqa: ANN401
+    ) -> tuple[str | None, Any]:
+        if self.load_universal_checkpoint():
+            raise ValueError("universal checkpoints are not supported with megascale; load the checkpoint itself")
+        tag = checkpoint.tag_of(Path(load_dir), tag)
+        folder = None if tag is None else Path(load_dir) / tag
+        if folder is not None and not checkpoint.has_pages(folder):
+            raise ValueError(
+                f"{folder} was saved without megascale: DeepSpeed's files have the experts in a layout that only stock "
+                "reads; load it in stock, save_pretrained() the model, and start from that"
+            )
+        with checkpoint.hidden(self.run):
+            path, client_state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        if path is not None and folder is not None:
+            states = load_optimizer_states and not load_module_only
+            checkpoint.load(folder, self.modules_in_pages, self.experts_step, optimizer_states=states)
+            if not load_module_only:
+                self.run.manager.schedule.resume_at(self.global_steps)
+        return path, client_state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # noqa: ANN401
+        """As stock, experts included. A collective; None on other ranks than the first."""
+        state = super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        for experts in self.modules_in_pages:
+            if exclude_frozen_parameters and not experts.trainable:
+                continue
+            tensors = whole(experts)
+            if state is not None:
+                state.update({f"{experts.path}.{name}": tensor.cpu() for name, tensor in tensors.items()})
+        return state
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Scripts beside the checkpoint that know pages; stock's would leave the experts out."""
+        fp32.write_recovery_script(Path(save_path))
+
     def destroy(self) -> None:
         """As stock; io threads end and the scratch file is gone."""
         super().destroy()
@@ -151,14 +222,15 @@ def _ranks(size: int) -> Ranks:
     Raises:
         ValueError: a number of ranks that does not divide the job's.
     """
+    from deepspeed.utils import groups
+
     world = dist.get_world_size()
     if world % size:
         raise ValueError(
             f"megascale.expert_parallel_size={size} does not divide the {world} ranks of this job; choose a divisor"
         )
     if size == 1:
-        return Ranks(data=dist.group.WORLD)
-    from deepspeed.utils import groups
+        return Ranks(data=groups._get_data_parallel_group())
 
     name = f"ep_size_{size}"
     if name not in groups._get_expert_parallel_group_dict():

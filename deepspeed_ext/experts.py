@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deepspeed_ext.expert_parallel import exchange_counts, exchange_rows
 from deepspeed_ext.recognise import Description
@@ -71,6 +72,8 @@ class DeepSpeedExperts(PagedExperts):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return]
 
     def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        if self.run.hidden:
+            return
         if self.num_experts != self.all_experts:
             raise ValueError(
                 f"{self.path}: this rank holds experts {self.owned.start} to {self.owned.stop - 1} of "
@@ -78,6 +81,10 @@ class DeepSpeedExperts(PagedExperts):
                 "deepspeed_ext.export_hf(engine, folder), which collects them from all ranks"
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's own signature
+        if not self.run.hidden:
+            super()._load_from_state_dict(*args, **kwargs)
 
 
 class HfExperts(DeepSpeedExperts):
@@ -170,3 +177,21 @@ class _AsExpert:
             raise RuntimeError(f"expert {index[0]} is asked of a tensor of expert {self._expert}")
         part: torch.Tensor = self._tensor[(0, *index[1:])]
         return part
+
+
+@torch.no_grad()
+def whole(experts: DeepSpeedExperts, plane: Plane = Plane.WEIGHT) -> dict[str, torch.Tensor]:
+    """Named tensors of all experts of a module, wherever they are. A collective where ranks divide them."""
+    local, ranks = experts.dense(plane), experts.run.ranks
+    if ranks.size == 1:
+        return local
+    counts = [len(ranks.experts_of(rank, experts.all_experts)) for rank in range(ranks.size)]
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in local.items():
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = tensor.new_empty(ranks.size * max(counts), *tensor.shape[1:])
+        dist.all_gather_into_tensor(parts, padded, group=ranks.parallel)
+        pieces = parts.view(ranks.size, max(counts), *tensor.shape[1:])
+        result[name] = torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+    return result

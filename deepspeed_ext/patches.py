@@ -1,9 +1,10 @@
-"""All that is changed in stock DeepSpeed: what ``DeepSpeedEngine(...)`` makes.
+"""All that is changed in stock DeepSpeed: what ``DeepSpeedEngine(...)`` makes, and ``zero_to_fp32``.
 
 ``deepspeed.initialize`` and others refer to the class by name; what reaches everyone is the class itself. So its
 ``__init__`` turns a new object into a :class:`MegaScaleEngine` and initialises it as such where the configuration has
 an enabled ``"megascale"`` section; without one nothing changes. Engines made while this is in force keep working after
-:func:`disable`.
+:func:`disable`. ``zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint`` adds the experts of a checkpoint that has
+them in pages, which stock would leave out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from deepspeed_ext.config import section_of
 
 @dataclass
 class _Registry:
-    """The only module-level state: stock's constructor while it is replaced."""
+    """The only module-level state: stock's constructor and function while they are replaced."""
 
     original: Callable[..., None] | None = None
+    fp32: Callable[..., dict[str, Any]] | None = None
 
 
 _registry = _Registry()
@@ -36,8 +38,10 @@ def enable() -> None:
     if _registry.original is not None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import zero_to_fp32
 
     from deepspeed_ext.engine import MegaScaleEngine
+    from deepspeed_ext.fp32 import with_experts
 
     original = vars(DeepSpeedEngine)["__init__"]
     takes, known = tuple(inspect.signature(original).parameters), tuple(inspect.signature(MegaScaleEngine.__init__).parameters)
@@ -61,8 +65,12 @@ def enable() -> None:
         object.__setattr__(self, "__class__", MegaScaleEngine)  # torch's own __setattr__ needs an initialised module
         MegaScaleEngine.__init__(self, *args, **kwargs)
 
-    _registry.original = original
+    stock_fp32 = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    _registry.original, _registry.fp32 = original, stock_fp32
     DeepSpeedEngine.__init__ = __init__
+    zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint = functools.wraps(stock_fp32)(
+        functools.partial(with_experts, stock_fp32)
+    )
 
 
 def disable() -> None:
@@ -70,9 +78,11 @@ def disable() -> None:
     if _registry.original is None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import zero_to_fp32
 
     DeepSpeedEngine.__init__ = _registry.original
-    _registry.original = None
+    zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint = _registry.fp32
+    _registry.original = _registry.fp32 = None
 
 
 def is_enabled() -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ext.config import Section
+from deepspeed_ext.messages import said_in_json
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.available import paging_options
@@ -48,13 +49,17 @@ class Ranks:
 
 @dataclass
 class Run:
-    """Configuration, pages and scratch memory; made before the first experts are paged."""
+    """Configuration, pages and scratch memory; made before the first experts are paged.
+
+    While ``hidden``, state dicts of modules have no experts: a checkpoint keeps them in files of their own.
+    """
 
     section: Section
     manager: ExpertManager
     workspace: Workspace
     products: Products
     ranks: Ranks = field(default_factory=Ranks)
+    hidden: bool = False
 
     @classmethod
     def create(cls, section: Section, *, device: torch.device, ranks: Ranks) -> Run:
@@ -68,8 +73,14 @@ class Run:
     def layout(self, shape: ExpertShape, dtype: torch.dtype) -> PageLayout:
         """How experts of a shape are cut."""
         page_bytes = self.section.config.paging.page_size_bytes
-        try:
+        with said_in_json():
             return PageLayout.for_page_bytes(shape, page_bytes=page_bytes, dtype=dtype)
-        except ValueError as error:
-            message = str(error).replace("--megascale-page-size 16MiB", '"page_size_bytes": "16MiB"')
-            raise ValueError(message) from error
+
+    def check_budget(self) -> None:
+        """To be called when all modules and planes are known.
+
+        Raises:
+            ValueError: the device budget is too small; names the number that works.
+        """
+        with said_in_json():
+            self.manager.check_budget()

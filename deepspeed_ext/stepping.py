@@ -51,7 +51,7 @@ class ExpertsStep:
         self.gradients = ExpertGradients(modules)
         self._optimizer = optimizer
         self._average = average
-        self._counted_once = _shards(run)
+        self._counted_once = counted_once(run)
         arithmetic = arithmetic_of(basic)
         bindings = self._bindings(modules, places)
         for experts in bindings:
@@ -59,7 +59,7 @@ class ExpertsStep:
                 run.manager.set_plane_dtype(experts.pages, Plane.MASTER, torch.float32)
             for plane in (Plane.MOMENT1, Plane.MOMENT2):
                 run.manager.set_plane_dtype(experts.pages, plane, torch.float32)
-        run.manager.check_budget()
+        run.check_budget()
         self.adam = PagedAdam(
             bindings.items(),
             groups=[self._settings(group) for group in optimizer.param_groups],
