@@ -124,6 +124,8 @@ def _load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | Non
             kept = set(step.adam.shards.owned(experts))
         for number in range(experts.num_experts):
             _ExpertLoader(reader, experts, number).load(kept, optimizer_states=optimizer_states)
+    if step is not None and not optimizer_states:  # as DeepSpeed's masters, which begin with what the model computes
+        step.adam.refresh_masters()
 
 
 class _ExpertLoader:

@@ -20,8 +20,7 @@ from deepspeed_ext.run import Run
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What an engine trains in: ``forced`` is the dtype it casts weights to (None: as they are), and that of its
-    gradients (None: as the weights)."""
+    """The dtype that an engine casts weights to (None: as they are), and that of gradients (None: as the weights)."""
 
     forced: torch.dtype | None
     gradients: torch.dtype | None

@@ -135,7 +135,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
     # -- checkpoints
     # ----------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(  # noqa: D102 - stock's
+    def save_checkpoint(
         self,
         save_dir: str,
         tag: str | None = None,
@@ -143,6 +143,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
+        """As stock; pages lie in a folder of their own below the tag."""
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -151,7 +152,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             saved: bool = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return saved
 
-    def load_checkpoint(  # noqa: D102 - stock's
+    def load_checkpoint(
         self,
         load_dir: str,
         tag: str | None = None,
@@ -161,6 +162,11 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Any = None,  # noqa: ANN401
     ) -> tuple[str | None, Any]:
+        """As stock, pages included.
+
+        Raises:
+            ValueError: a checkpoint of another model, without pages, or with damaged ones.
+        """
         if self.load_universal_checkpoint():
             raise ValueError("universal checkpoints are not supported with megascale; load the checkpoint itself")
         tag = checkpoint.tag_of(Path(load_dir), tag)
@@ -211,9 +217,8 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
 def _run(section: Section) -> Run:
     from deepspeed.accelerator import get_accelerator
 
-    return Run.create(
-        section, device=torch.device(get_accelerator().current_device_name()), ranks=_ranks(section.expert_parallel_size)
-    )
+    device = torch.device(get_accelerator().current_device_name())
+    return Run.create(section, device=device, ranks=_ranks(section.expert_parallel_size))
 
 
 def _ranks(size: int) -> Ranks:

@@ -106,7 +106,8 @@ class PagesReader:
         self._folder = folder
         manifest = _read_json(folder / "manifest.json")
         if manifest.get("version") != VERSION:
-            raise ValueError(f"{folder}: version {manifest.get('version')!r} cannot be read, this build reads {VERSION}")
+            version = manifest.get("version")
+            raise ValueError(f"{folder}: version {version!r} cannot be read, this build reads {VERSION}")
         self.num_steps = int(manifest["num_steps"])
         self.modules = {m["path"]: ModuleRecord(**m) for m in manifest["modules"]}
         self._pages: dict[str, dict[str, str]] = {}

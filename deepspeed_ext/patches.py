@@ -37,18 +37,22 @@ def enable() -> None:
     """
     if _registry.original is not None:
         return
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.utils import zero_to_fp32
+    try:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.utils import zero_to_fp32
+    except ImportError as error:
+        raise ImportError("deepspeed_ext needs DeepSpeed: pip install 'megascale[deepspeed,hf]'") from error
 
     from deepspeed_ext.engine import MegaScaleEngine
     from deepspeed_ext.fp32 import with_experts
 
     original = vars(DeepSpeedEngine)["__init__"]
-    takes, known = tuple(inspect.signature(original).parameters), tuple(inspect.signature(MegaScaleEngine.__init__).parameters)
+    takes = tuple(inspect.signature(original).parameters)
+    known = tuple(inspect.signature(MegaScaleEngine.__init__).parameters)
     if takes != known or hasattr(original, "__wrapped__"):
         raise RuntimeError(
-            f"DeepSpeedEngine takes ({', '.join(takes)}), MegaScale knows it with ({', '.join(known)}): this release of "
-            "DeepSpeed is not supported, or another plug-in has changed it"
+            f"DeepSpeedEngine takes ({', '.join(takes)}), MegaScale knows it with ({', '.join(known)}): this release "
+            "of DeepSpeed is not supported, or another plug-in has changed it"
         )
 
     @functools.wraps(original)

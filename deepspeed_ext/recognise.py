@@ -23,8 +23,7 @@ _PROBE_NEURONS = 64
 
 @dataclass(frozen=True)
 class Description:
-    """A stock module of experts: sizes of one expert, their number, names of its tensors, activation, and whether it
-    trains."""
+    """A stock module of experts: sizes of one, their number, names of its tensors, activation, whether it trains."""
 
     shape: ExpertShape
     num_experts: int

@@ -103,7 +103,7 @@ class ExpertsStep:
         self.adam.step(clip_coefficient=self.norm.coefficient())
 
 
-def _shards(run: Run) -> PageShards:
+def counted_once(run: Run) -> PageShards:
     """Every page on one of the ranks that have it."""
     data = run.ranks.data
     if data is None or dist.get_world_size(data) == 1:

@@ -27,9 +27,7 @@ import torch
 from megascale_omni.paging.layout import PageLayout, Part
 
 Range = slice  # the field named `slice` below hides the builtin inside its class
-NamingStyle = Literal[
-    "sequential", "te_grouped", "grouped", "hf", "hf_transposed", "hf_gpt_oss", "hf_interleaved"
-]
+NamingStyle = Literal["sequential", "te_grouped", "grouped", "hf", "hf_transposed", "hf_gpt_oss", "hf_interleaved"]
 _INTERLEAVED = ("hf_gpt_oss", "hf_interleaved")
 _NEURONS_FIRST = ("hf", "hf_interleaved")
 

@@ -149,9 +149,7 @@ def _all_steps(stock: Side, other: Side, rank: int, world: int, *, synchronise: 
 def page_stats(engine: Any) -> dict[str, int]:  # noqa: ANN401
     """Counters of an engine's pages, and their bytes: resident now, and all that there could be."""
     manager = engine.run.manager
-    total = sum(
-        module.slot_class(plane).nbytes * module.entry.num_pages for module in manager.modules for plane in module.dtypes
-    )
+    total = sum(m.slot_class(plane).nbytes * m.entry.num_pages for m in manager.modules for plane in m.dtypes)
     resident = sum(manager.resident_bytes().values())
     return {**manager.stats(), "resident_bytes": resident, "all_bytes": total}
 
@@ -199,9 +197,7 @@ def batches_of(case: Case, rank: int, world: int, step: int) -> list[torch.Tenso
     """Micro-batches of a step, others on every rank, the same at every call."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step * world + rank)
     shape = (case.sequences, case.length)
-    return [
-        torch.randint(3, case.size.vocabulary, shape, generator=generator) for _ in range(case.accumulation)
-    ]
+    return [torch.randint(3, case.size.vocabulary, shape, generator=generator) for _ in range(case.accumulation)]
 
 
 def _relative(value: float, reference: float) -> float:

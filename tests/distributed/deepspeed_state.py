@@ -1,5 +1,4 @@
-"""DeepSpeed in a rank that serves many jobs: each job has a new default group, and what DeepSpeed keeps of the old ones
-must go."""
+"""DeepSpeed in a rank that serves many jobs: what it keeps of the groups of old jobs must go."""
 
 import os
 from collections.abc import Iterator
