@@ -47,6 +47,8 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         section = section_of(config)
         assert section is not None
         support.check(config, mpu=mpu)
+        # A generator of parameters would find no experts when they have moved.
+        model_parameters = None if model_parameters is None else list(model_parameters)
         run = _run(section)
         moved = _move(model, run, config_class)
         self.run = run
@@ -260,11 +262,11 @@ def _move(model: torch.nn.Module, run: Run, config_class: Any) -> Moved:  # noqa
 def _remapped(
     moved: Moved,
     optimizer: Any,  # noqa: ANN401
-    model_parameters: Iterable[Any] | None,
+    model_parameters: list[Any] | None,
 ) -> tuple[Places, Any, list[Any] | None]:
     """Places of the experts, and what the client gave without them."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return take_out_of(optimizer, moved), optimizer, None if model_parameters is None else list(model_parameters)
+        return take_out_of(optimizer, moved), optimizer, model_parameters
     made = None if optimizer is None else watched(optimizer)
     if model_parameters is None:
         return everything_in_group_0(moved), made, None
