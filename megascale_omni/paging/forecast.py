@@ -18,16 +18,6 @@ from dataclasses import dataclass
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
 
-COMPUTE = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.EVAL})
-USES: dict[Plane, frozenset[Phase]] = {
-    Plane.WEIGHT: COMPUTE | {Phase.STEP},
-    Plane.GRADIENT: frozenset({Phase.BACKWARD, Phase.STEP}),
-    Plane.MASTER: frozenset({Phase.STEP}),
-    Plane.MOMENT1: frozenset({Phase.STEP}),
-    Plane.MOMENT2: frozenset({Phase.STEP}),
-}
-"""Phases that use a plane, where a visit does not say which planes it uses."""
-
 FAR = float(1 << 40)
 """Later than any use that is known."""
 
@@ -40,11 +30,11 @@ LONGEST_DEVIATION = 512
 
 @dataclass(frozen=True)
 class Visit:
-    """A pass over one module: its phase, and the planes it uses (None: all that the phase uses)."""
+    """A phase's pass over one module's pages, and the planes it uses."""
 
     phase: Phase
     module: int
-    planes: frozenset[Plane] | None = None
+    planes: tuple[Plane, ...]
 
     @property
     def kind(self) -> tuple[Phase, int]:
@@ -53,7 +43,7 @@ class Visit:
 
     def uses(self, plane: Plane) -> bool:
         """Whether the visit uses ``plane``."""
-        return self.phase in USES[plane] if self.planes is None else plane in self.planes
+        return plane in self.planes
 
 
 class Forecast:

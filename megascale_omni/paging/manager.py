@@ -326,7 +326,7 @@ class ExpertManager:
 
     def _begin_visit(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
         """A sweep over ``pages`` (numbers from 0 in the module) begins."""
-        visit = Visit(phase, module.entry.module, frozenset(planes))
+        visit = Visit(phase, module.entry.module, tuple(planes))
         for observer in self.observers:
             observer.visited(visit, pages)
         if self.pager.can_evict:
@@ -363,7 +363,7 @@ class ExpertManager:
         for visit in self.outlook.forecast.following(1):
             module = self._modules[visit.module]
             experts = probable_experts(self.outlook.probable(visit.module))[:count]
-            planes = [int(plane) for plane in module.dtypes if visit.uses(plane)]
+            planes = [int(plane) for plane in visit.planes]
             ids = self.ids(module, Plane.WEIGHT, experts.tolist())
             found = (ids[:, None] + np.asarray(planes)).reshape(-1)
             result: list[int] = found[self.table.tier[found] != TierKind.ABSENT][:count].tolist()

@@ -9,7 +9,6 @@ import numpy as np
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.needs import class_needs
-from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.trace import Op, TracedModel, TracedModule, TraceWriter
 from megascale_omni.schedule import Phase
 
@@ -70,8 +69,7 @@ class Recorder:
 
     def visited(self, visit: Visit, pages: np.ndarray) -> None:
         """See Observer."""
-        planes = visit.planes if visit.planes is not None else frozenset(p for p in Plane if visit.uses(p))
-        bits = sum(1 << int(plane) for plane in planes)
+        bits = sum(1 << int(plane) for plane in visit.planes)
         self._event(Op.VISIT, [PHASES.index(visit.phase), visit.module, bits, *pages.tolist()])
 
     def reached(self, page: int) -> None:

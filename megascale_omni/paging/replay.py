@@ -245,7 +245,7 @@ class _Machine:
         entry = self.numbering.entries[self.visit.module]
         outlook = self.policy.outlook
         room = pages_ahead(self.smallest)
-        planes = np.asarray([int(p) for p in Plane if self.visit.uses(p)])
+        planes = np.asarray([int(p) for p in self.visit.planes])
         rest = self.visited[self.visited > index]
         wanted = ((entry.first_index + rest[:, None]) * len(Plane) + planes).reshape(-1)
         wanted = wanted[self.present[wanted]][:room]
@@ -267,7 +267,7 @@ class _Machine:
             entry = self.numbering.entries[visit.module]
             experts = probable_experts(outlook.probable(visit.module))[:count]
             pages = (experts[:, None] * entry.num_slices + np.arange(entry.num_slices)).reshape(-1)
-            planes = np.asarray([int(p) for p in Plane if visit.uses(p)])
+            planes = np.asarray([int(p) for p in visit.planes])
             found: np.ndarray = ((entry.first_index + pages[:, None]) * len(Plane) + planes).reshape(-1)
             return found[self.present[found]][:count]
         return np.zeros(0, dtype=np.int64)
@@ -276,7 +276,7 @@ class _Machine:
 def visit_of(event: Event) -> tuple[Visit, np.ndarray]:
     """The visit of a VISIT event, and its pages (numbers from 0 in the module)."""
     phase, module, bits = event.numbers[:3].tolist()
-    planes = frozenset(plane for plane in Plane if bits >> int(plane) & 1)
+    planes = tuple(plane for plane in Plane if bits >> int(plane) & 1)
     return Visit(PHASES[phase], module, planes), event.numbers[3:].astype(np.int64)
 
 

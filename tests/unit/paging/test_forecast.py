@@ -1,7 +1,5 @@
 """What comes: what the last step did is what this one will do, with evaluations in between."""
 
-import pytest
-
 from megascale_omni.paging import forecast as module
 from megascale_omni.paging.forecast import Forecast, Visit
 from megascale_omni.paging.planes import Plane
@@ -10,11 +8,19 @@ from megascale_omni.schedule import Phase
 F, R, B, S, E = Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.STEP, Phase.EVAL
 THERE_AND_BACK = [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0), (S, 0), (S, 1), (S, 2)]
 WEIGHT, GRADIENT, MOMENT = Plane.WEIGHT, Plane.GRADIENT, Plane.MOMENT1
+PLANES = {
+    F: (WEIGHT,),
+    R: (WEIGHT,),
+    E: (WEIGHT,),
+    B: (WEIGHT, GRADIENT),
+    S: (WEIGHT, GRADIENT, MOMENT),
+    Phase.IDLE: (),
+}
 
 
 def visit(forecast: Forecast, *visits) -> None:
     for phase, number in visits:
-        forecast.visit(Visit(phase, number))
+        forecast.visit(Visit(phase, number, PLANES[phase]))
 
 
 def after_a_step(visits=THERE_AND_BACK) -> Forecast:
@@ -45,7 +51,11 @@ def test_a_step_is_what_the_last_one_was_and_then_comes_another():
     forecast = after_a_step()
     assert forecast.length == 9
     assert coming(forecast, 18) == THERE_AND_BACK * 2
-    assert [times(forecast, m) for m in range(3)] == [[1, 6, 7, 10, 15, 16], [2, 5, 8, 11, 14, 17], [3, 4, 9, 12, 13, 18]]
+    assert [times(forecast, m) for m in range(3)] == [
+        [1, 6, 7, 10, 15, 16],
+        [2, 5, 8, 11, 14, 17],
+        [3, 4, 9, 12, 13, 18],
+    ]
     visit(forecast, *THERE_AND_BACK[:4])  # in the backward of module 2
     assert coming(forecast, 3) == [(B, 1), (B, 0), (S, 0)]
     assert times(forecast, 2)[:2] == [5, 8]
@@ -132,24 +142,11 @@ def test_an_evaluation_in_the_middle_of_a_step_is_followed_by_the_rest_of_it():
     assert coming(forecast, 5) == THERE_AND_BACK[4:]
 
 
-@pytest.mark.parametrize(
-    ("phase", "used"),
-    [
-        (F, {WEIGHT}),
-        (R, {WEIGHT}),
-        (E, {WEIGHT}),
-        (B, {WEIGHT, GRADIENT}),
-        (S, set(Plane)),
-        (Phase.IDLE, set()),
-    ],
-)
-def test_planes_of_phases_and_of_visits_that_say_so(phase, used):
+def test_a_visit_uses_the_planes_it_says():
     forecast = Forecast()
     assert not any(forecast.uses_now(plane) for plane in Plane)
-    visit(forecast, (phase, 0))
-    assert {plane for plane in Plane if forecast.uses_now(plane)} == used
-    forecast.visit(Visit(phase, 0, frozenset({MOMENT})))
-    assert {plane for plane in Plane if forecast.uses_now(plane)} == {MOMENT}
+    forecast.visit(Visit(F, 0, (MOMENT, WEIGHT)))
+    assert {plane for plane in Plane if forecast.uses_now(plane)} == {WEIGHT, MOMENT}
 
 
 def test_where_nobody_announces_steps_the_record_does_not_grow_for_ever(monkeypatch):

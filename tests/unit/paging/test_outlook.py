@@ -12,6 +12,14 @@ from tests.unit.paging.small import Pages
 
 F, R, B, S, E = Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.STEP, Phase.EVAL
 WEIGHT, GRADIENT, MOMENT = Plane.WEIGHT, Plane.GRADIENT, Plane.MOMENT1
+PLANES = {
+    F: (WEIGHT,),
+    R: (WEIGHT,),
+    E: (WEIGHT,),
+    B: (WEIGHT, GRADIENT),
+    S: (WEIGHT, GRADIENT, MOMENT),
+    Phase.IDLE: (),
+}
 
 
 def mask(*active: int, size: int = 3) -> np.ndarray:
@@ -28,7 +36,7 @@ def outlook(*steps: list[tuple[Phase, int, tuple[int, ...]]], modules: int = 2, 
         if number:
             found.end_step()
         for phase, module, active in step:
-            found.begin(Visit(phase, module), np.array(active, dtype=int))
+            found.begin(Visit(phase, module, PLANES[phase]), np.array(active, dtype=int))
     return found
 
 
@@ -39,7 +47,14 @@ def of(found: Outlook, plane: Plane, module: int) -> np.ndarray:
     return found.next_use(ids) - found.forecast.time
 
 
-STEP = [(F, 0, (0, 1, 2)), (F, 1, (0, 1, 2)), (B, 1, (0, 1, 2)), (B, 0, (0, 1, 2)), (S, 0, (0, 1, 2)), (S, 1, (0, 1, 2))]
+STEP = [
+    (F, 0, (0, 1, 2)),
+    (F, 1, (0, 1, 2)),
+    (B, 1, (0, 1, 2)),
+    (B, 0, (0, 1, 2)),
+    (S, 0, (0, 1, 2)),
+    (S, 1, (0, 1, 2)),
+]
 
 
 def test_where_every_expert_has_tokens_next_uses_are_those_of_a_there_and_back_sweep():
@@ -75,7 +90,7 @@ def test_backwards_come_in_the_order_of_their_forwards():
     found = outlook(two, [(F, 0, (0,)), (F, 0, (1,))], modules=1)
     found.reached(2)
     assert of(found, WEIGHT, 0)[:2] == pytest.approx([1, 2 + 1 / 3])
-    found.begin(Visit(B, 0), np.array([0]))
+    found.begin(Visit(B, 0, PLANES[B]), np.array([0]))
     found.reached(2)
     assert of(found, WEIGHT, 0)[:2] == pytest.approx([2, 1 + 1 / 3])
 
@@ -86,7 +101,7 @@ def test_an_expert_that_is_seldom_needed_is_expected_later():
         experts.see(F, mask(0, *([1] if number % 4 == 0 else [])))
         experts.see(B, mask())
     experts.end_step()
-    coming = [(time, Visit(F, 0)) for time in range(10, 300, 10)]
+    coming = [(time, Visit(F, 0, PLANES[F])) for time in range(10, 300, 10)]
     use = expected_use(experts, WEIGHT, coming, length=10)
     assert use[0] < 11
     assert use[0] < use[1] < use[2]
@@ -100,7 +115,7 @@ def test_what_a_router_foresees_counts_more_than_the_past():
     found.foresee(0, mask(2))
     assert of(found, WEIGHT, 0).argmin() == 2
     assert found.probable(0).tolist() == [0.0, 0.0, 1.0]
-    found.begin(Visit(F, 0), np.array([2]))
+    found.begin(Visit(F, 0, PLANES[F]), np.array([2]))
     assert found.experts(0).foreseen is None, "it was for that forward"
 
 
@@ -115,9 +130,9 @@ def test_recompute_and_backward_are_probable_for_the_experts_of_the_forward():
     again = [(F, 0, (0, 1, 2)), (R, 0, (0, 1, 2)), (B, 0, (0, 1, 2)), (S, 0, (0, 1, 2))]
     found = outlook(again, [(F, 0, (1,))], modules=1)
     assert found.probable(0).tolist() == [0, 1, 0]
-    found.begin(Visit(R, 0), np.array([1]))
+    found.begin(Visit(R, 0, PLANES[R]), np.array([1]))
     assert found.probable(0).tolist() == [0, 1, 0]
-    found.begin(Visit(B, 0), np.array([1]))
+    found.begin(Visit(B, 0, PLANES[B]), np.array([1]))
     assert found.probable(0).tolist() == [0, 1, 0], "the optimizer"
 
 
@@ -130,9 +145,9 @@ def test_within_a_visit_pages_are_used_in_order_and_those_behind_are_needed_at_t
     everything = np.arange(4)
     for _ in range(2):
         for phase in (F, B):
-            outlook.begin(Visit(phase, 0), everything)
+            outlook.begin(Visit(phase, 0, PLANES[phase]), everything)
         outlook.end_step()
-    outlook.begin(Visit(F, 0), np.array([0, 1, 2]))
+    outlook.begin(Visit(F, 0, PLANES[F]), np.array([0, 1, 2]))
     outlook.reached(1)  # expert 1 is being worked on
     ids = np.array([pages.id(e) for e in range(4)])
     now = outlook.forecast.time
@@ -144,7 +159,7 @@ def test_within_a_visit_pages_are_used_in_order_and_those_behind_are_needed_at_t
 def test_without_a_forecast_the_pages_of_this_visit_that_are_still_to_come_stay(tmp_path):
     pages = Pages(tmp_path, experts=4, slots=4)
     outlook = pages.manager.outlook
-    outlook.begin(Visit(E, 0), np.arange(4))
+    outlook.begin(Visit(E, 0, PLANES[E]), np.arange(4))
     outlook.reached(1)
     found = outlook.next_use(np.array([pages.id(e) for e in range(4)]))
     assert (found[2:] < 1).all()
