@@ -5,8 +5,9 @@ A training step visits modules in an order that the next step repeats: forward t
 backward, optimizer. The forecast keeps the visits of the last whole step; what comes is the rest of it, and then all of
 it again. An evaluation is a few passes of forward visits in between: its passes repeat each other, and the next
 evaluation has as many of them as the last one. Time counts visits since the start and never goes back; within a visit
-pages are used in ascending order, so that page ``i`` of ``n`` is used at ``time + i / n``. Whoever evicts the page whose
-next use is farthest away does what Belady's MIN does, up to experts whose tokens nobody can foresee (``outlook.py``).
+pages are used in ascending order, so that page ``i`` of ``n`` is used at ``time + i / n``. Whoever evicts the page
+whose next use is farthest away does what Belady's MIN does, up to experts whose tokens nobody can foresee
+(``outlook.py``).
 """
 
 from __future__ import annotations

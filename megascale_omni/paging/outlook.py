@@ -3,8 +3,8 @@
 [Note: what is known of experts]
 A backward needs the experts of its forward, and backwards come in the order of their forwards; the optimizer needs the
 experts that got tokens since the last step. So much is certain. Which experts a forward that has not begun will need is
-not known before its router has spoken: each is taken to be needed with the frequency of its recent past. The next use of
-a page is then an expected time.
+not known before its router has spoken: each is taken to be needed with the frequency of its recent past. The next use
+of a page is then an expected time.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Outlook:
         self._here = np.zeros(entry.num_pages, dtype=bool)
         self._here[indices] = True
         if visit.phase is not Phase.IDLE:
-            active = self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1)
+            active: np.ndarray = self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1)
             self.experts(visit.module).see(visit.phase, active)
             self._forget(visit.module)
 

@@ -177,7 +177,7 @@ class Pager:
         return self.table.tier[page_id] in (TierKind.HOST, TierKind.DISK) and page_id not in self._flights
 
     def _load(self, page_id: int, *, ahead: int | None) -> bool:
-        """Starts a load, waiting for room; or, ``ahead`` pages before its time, only where there is some (else False)."""
+        """Starts a load, waiting for room; or, ``ahead`` pages early, only where there is some. Whether it did."""
         slot_class = self.table.slot_class(page_id)
         before = -np.inf if ahead is None else self._displaced_before(page_id, ahead)
         slot = self._take_slot(slot_class, wait=ahead is None, needed_before=before)

@@ -3,9 +3,9 @@
 [Note: what a replay counts]
 A page-in is a page that is brought to the device arena from anywhere; it is *demanded* when a lease waits for it and
 *prefetched* when it comes before. Moves take no time here, so that policies are compared and not disks. Slot classes
-share the budget as in a run, and none borrows from another. ``min`` is Belady's: it knows the whole trace and evicts the
-page whose next use is farthest away. It may even evict pages that a lease still holds, so that nobody can have fewer
-page-ins. ``ours`` runs the functions that a run runs (``outlook.py``, ``residency.py``).
+share the budget as in a run, and none borrows from another. ``min`` is Belady's: it knows the whole trace and evicts
+the page whose next use is farthest away. It may even evict pages that a lease still holds, so that nobody can have
+fewer page-ins. ``ours`` runs the functions that a run runs (``outlook.py``, ``residency.py``).
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class _Machine:
             if victim is None:
                 if before == -np.inf:
                     raise ValueError(
-                        f"the budget of {self.moved.budget_bytes} bytes is too small: all {self.slots[slot_class]} slots "
-                        f"of {slot_class.nbytes} bytes are held at once; give more"
+                        f"the budget of {self.moved.budget_bytes} bytes is too small: all {self.slots[slot_class]} "
+                        f"slots of {slot_class.nbytes} bytes are held at once; give more"
                     )
                 return False
             if self.dirty[victim]:

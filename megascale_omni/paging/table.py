@@ -33,7 +33,8 @@ class PageTable:
 
     Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
     current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied, kept in the weight
-    plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the disk file, -1 none).
+    plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the
+    disk file, -1 none).
     """
 
     def __init__(self, numbering: PageNumbering) -> None:

@@ -1,10 +1,10 @@
 """Traces: what happened to pages during a run, in a file.
 
 [Note: trace file]
-A trace begins with ``MSTRACE1``. Then come frames: kind (1 byte), length and crc32 of the payload (little-endian uint32
-each), payload. An ``M`` frame is JSON and says what modules and planes there are (another one follows when more appear);
-an ``E`` frame is a zlib stream of little-endian int32: events one after the other, each ``op, n, n numbers``. Frames are
-whole or missing: a run that ended in the middle of a write leaves a trace that is read up to there.
+A trace begins with ``MSTRACE1``. Then come frames: kind (1 byte), length and crc32 of the payload (little-endian
+uint32 each), payload. An ``M`` frame is JSON and says what modules and planes there are (another one follows when more
+appear); an ``E`` frame is a zlib stream of little-endian int32: events one after the other, each ``op, n, n numbers``.
+Frames are whole or missing: a run that ended in the middle of a write leaves a trace that is read up to there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Next uses of pages: exact where the future is known, expected times where routers decide."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ def mask(*active: int, size: int = 3) -> np.ndarray:
     return np.isin(np.arange(size), active)
 
 
-def outlook(*steps: list[tuple[Phase, int, tuple[int, ...]]], modules: int = 2, experts: int = 3) -> Outlook:
+def outlook(*steps: Sequence[tuple[Phase, int, tuple[int, ...]]], modules: int = 2, experts: int = 3) -> Outlook:
     """One-page experts; visits as (phase, module, experts); all steps but the last have ended."""
     numbering = PageNumbering()
     for number in range(modules):
