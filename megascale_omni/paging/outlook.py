@@ -149,7 +149,7 @@ class Outlook:
         self._here = np.zeros(entry.num_pages, dtype=bool)
         self._here[indices] = True
         if visit.phase is not Phase.IDLE:
-            active: np.ndarray = self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1)
+            active = np.asarray(self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1))
             self.experts(visit.module).see(visit.phase, active)
             self._forget(visit.module)
 
