@@ -5,7 +5,8 @@
     python scripts/compare_with_stock.py --preset quickstart --budget 25% --limited-steps 5
 
 Each run has processes of its own; they take turns, block after block of steps, so that what else the machine does hits
-both alike. Times are medians. What follows `--` goes to the trainer (see `pretrain_moe.py --help`) in both runs.
+both alike. Times are medians. What follows `--` goes to the trainer (see `pretrain_moe.py --help`) in all runs;
+`--megascale-...` among it to MegaScale's only.
 
 [Note: the JSON]
     environment                       packages, processor, memory, date, threads a rank
@@ -45,6 +46,9 @@ from scripts.comparison.runner import Plan, compare, default_threads
 from scripts.measuring.corpus import standard_library_corpus
 from scripts.measuring.files import write_json
 from scripts.measuring.processes import ROOT, WorkersFailed
+
+_BATCH = 8
+"""Sequences a step of every preset."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,16 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace, data_path: Path, trainer_flags: Sequence[str]) -> Plan:
+def _plan(args: argparse.Namespace, data_path: Path, given: Sequence[str]) -> Plan:
+    trainer_flags, own_flags = split_flags(given)
     flags = preset_flags(
         args.preset, data_path=data_path.resolve(), train_iters=args.warmup + args.steps, bf16=args.bf16
     )
-    if args.ranks > 1 and "--expert-model-parallel-size" not in trainer_flags:
-        flags = (*flags, "--expert-model-parallel-size", str(args.ranks))
+    if args.ranks > 1:  # where nothing else is said: experts over all ranks, and the same tokens a step
+        defaults = {"--expert-model-parallel-size": args.ranks, "--micro-batch-size": max(1, _BATCH // args.ranks)}
+        flags = (*flags, *(word for name, n in defaults.items() if name not in given for word in (name, str(n))))
     return Plan(
         preset=args.preset,
         flags=(*flags, *trainer_flags),
-        megascale_flags=megascale_flags(args.preset, bf16=args.bf16),
+        megascale_flags=(*megascale_flags(args.preset, bf16=args.bf16), *own_flags),
         ranks=args.ranks,
         threads=args.threads or default_threads(args.ranks),
         warmup=args.warmup,
@@ -130,6 +136,18 @@ def _plan(args: argparse.Namespace, data_path: Path, trainer_flags: Sequence[str
         disk_path=_disk_path(args.disk_path) if args.budget else None,
         limited_steps=args.limited_steps,
     )
+
+
+def split_flags(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags of every run, and those (`--megascale-...` with their values) that only MegaScale knows."""
+    every: list[str] = []
+    own: list[str] = []
+    current = every
+    for word in given:
+        if word.startswith("--"):
+            current = own if word.startswith("--megascale") else every
+        current.append(word)
+    return every, own
 
 
 def _disk_path(given: Path | None) -> Path:

@@ -219,6 +219,23 @@ def test_an_unknown_preset_is_refused_by_name(tmp_path):
         preset_flags("medium", data_path=tmp_path, train_iters=1)
 
 
+def test_flags_of_megascale_are_not_given_to_stock():
+    given = ["--lr", "1", "--megascale-page-size", "1MiB", "--bf16", "--megascale-prefetch", "off"]
+    assert command.split_flags(given) == (
+        ["--lr", "1", "--bf16"],
+        ["--megascale-page-size", "1MiB", "--megascale-prefetch", "off"],
+    )
+
+
+def test_several_ranks_share_the_experts_and_the_batch(tmp_path):
+    args = command._parser().parse_args(["--preset", "fine", "--ranks", "2"])
+    flags = command._plan(args, tmp_path, ["--lr", "1"]).flags
+    assert flags[flags.index("--expert-model-parallel-size") + 1] == "2"
+    assert flags[flags.index("--micro-batch-size") + 1] == "4"
+    chosen = command._plan(args, tmp_path, ["--micro-batch-size", "1"]).flags
+    assert [chosen[i + 1] for i, word in enumerate(chosen) if word == "--micro-batch-size"] == ["1"]
+
+
 def test_the_command_reports_a_mistake_in_one_line(tmp_path, capsys):
     assert command.main(["--steps", "0", "--repeats", "0", "--data-path", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "compare_with_stock.py: --steps 0 must be at least 1\n"
