@@ -32,9 +32,9 @@ class PageTable:
     """Rows of all pages. The manager and its pager alone write it.
 
     Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
-    current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied) and ``active``
-    (its expert got tokens when its module was last visited), both kept in the weight plane's row, ``last_use`` (a
-    counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the disk file, -1 none).
+    current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied, kept in the weight
+    plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the
+    disk file, -1 none).
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
@@ -45,7 +45,6 @@ class PageTable:
         self.dirty = np.zeros(0, dtype=np.bool_)
         self.pins = np.zeros(0, dtype=np.int16)
         self.last_step = np.zeros(0, dtype=np.int32)
-        self.active = np.zeros(0, dtype=np.bool_)
         self.last_use = np.zeros(0, dtype=np.int64)
         self.class_index = np.zeros(0, dtype=np.int16)
         self.disk_offset = np.zeros(0, dtype=np.int64)
@@ -53,8 +52,8 @@ class PageTable:
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
         more = self.numbering.num_pages - len(self.tier)
-        fill = {"tier": TierKind.ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1, "active": True}
-        names = ("tier", "slot", "dirty", "pins", "last_step", "active", "last_use", "class_index", "disk_offset")
+        fill = {"tier": TierKind.ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1}
+        names = ("tier", "slot", "dirty", "pins", "last_step", "last_use", "class_index", "disk_offset")
         for name in names:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.full(more, fill.get(name, 0), dtype=column.dtype)]))

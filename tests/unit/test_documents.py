@@ -325,6 +325,7 @@ def test_layouts_are_the_ones_that_are_proved() -> None:
 
 
 def test_json_of_a_comparison() -> None:
+    from scripts.comparison.limited import Limited, LimitedRun
     from scripts.comparison.result import Comparison, Run
     from scripts.comparison.worker import Made, Step, Totals
 
@@ -333,7 +334,8 @@ def test_json_of_a_comparison() -> None:
         step = Step(loss=1.0, grad_norm=1.0, seconds=1.0, sent_bytes=0)
         return Run(name, made, (step,), ((step,),), 0.0, (Totals(1, 1, 0, 0, 0),), (), None)
 
-    found: dict[str, Any] = Comparison({}, "coarse", (run("stock"), run("megascale"))).as_json()
+    limited = Limited(1, (LimitedRun("stock", (), "out of memory"),), 0.0)
+    found: dict[str, Any] = Comparison({}, "coarse", (run("stock"), run("megascale")), limited).as_json()
     assert documented_keys('{"environment", "preset"') == keys(found)
 
 

@@ -12,7 +12,7 @@ from scripts.deepspeed_runs.state import read_state
 from tests.distributed.deepspeed_state import fresh_deepspeed
 
 CASE = Case(stage=0, steps=3)
-SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5}
+SETTINGS: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5}
 
 
 def model_of(case: Case) -> torch.nn.Module:

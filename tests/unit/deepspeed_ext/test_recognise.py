@@ -49,7 +49,8 @@ def test_other_activations(name: str) -> None:
 
 def test_ungated_experts() -> None:
     ((path, module), *_) = experts_of("mixtral").items()
-    module.up_proj, module.has_gate, module.act_fn = module.gate_up_proj, False, ACT2FN["relu2"]
+    module.up_proj, module.act_fn = module.gate_up_proj, ACT2FN["relu2"]
+    setattr(module, "has_gate", False)  # noqa: B010 - torch types attributes of modules as tensors
     del module.gate_up_proj
     described = describe(path, module)
     assert described.activation == Activation("squared_relu", gated=False)
