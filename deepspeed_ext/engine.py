@@ -213,7 +213,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
     def destroy(self) -> None:
         """As stock; io threads end and the scratch file is gone."""
         super().destroy()
-        self.run.manager.close()
+        self.run.close()
 
 
 def _run(section: Section) -> Run:

@@ -14,6 +14,7 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.observation import Observation
 from megascale_omni.schedule import Schedule
 
 
@@ -58,6 +59,7 @@ class Run:
     manager: ExpertManager
     workspace: Workspace
     products: Products
+    observation: Observation
     ranks: Ranks = field(default_factory=Ranks)
     hidden: bool = False
 
@@ -68,7 +70,14 @@ class Run:
         products = products_for(device=device, choice=section.config.compute.cpu_products, workspace=workspace)
         options = paging_options(section.config.paging, device)
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
-        return cls(section, manager, workspace, products, ranks)
+        observe = section.config.observe
+        observation = Observation(manager, observe, rank=dist.get_rank(), world=dist.get_world_size())
+        return cls(section, manager, workspace, products, observation, ranks)
+
+    def close(self) -> None:
+        """Ends traces and io threads, and removes the scratch file."""
+        self.observation.close()
+        self.manager.close()
 
     def layout(self, shape: ExpertShape, dtype: torch.dtype) -> PageLayout:
         """How experts of a shape are cut."""
