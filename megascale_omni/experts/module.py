@@ -115,7 +115,7 @@ class PagedExperts(torch.nn.Module):
         return result
 
     def page_ids(self, plane: Plane, names: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Page ids (int64) of (expert, slice) names in ``plane``, in the order given. RuntimeError for a strange name."""
+        """Page ids (int64) of (expert, slice) names in ``plane``, in the order given; RuntimeError for strange ones."""
         pairs = np.asarray(names, dtype=np.int64).reshape(-1, 2)
         entry = self.pages.entry
         strange = (pairs < 0) | (pairs >= (entry.num_experts, entry.num_slices))
