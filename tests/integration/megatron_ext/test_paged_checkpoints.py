@@ -19,7 +19,9 @@ from tests.integration.megatron_ext.stored import contents, different
 
 PAGED = "--megascale-checkpoint-format paged"
 EP4 = "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"
-SPARSE = "--moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0"  # few tokens an expert: pages fall behind
+SPARSE = (
+    "--moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0"  # few tokens an expert: pages fall behind
+)
 STEPS = 4
 
 
