@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from megascale_omni.clipping.settings import ClipConfig
 from megascale_omni.paging.budget import Budget, parse_percent
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
@@ -128,6 +129,7 @@ class MegaScaleConfig:
 
     paging: PagingConfig = field(default_factory=PagingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> MegaScaleConfig:

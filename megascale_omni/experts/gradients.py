@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megascale_omni.clipping.statistics import RUN, GradientStatistics, exact_where_needed, four_sums, statistics_of
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, buckets
 from megascale_omni.paging.planes import Plane
@@ -23,17 +24,27 @@ from megascale_omni.schedule import Phase
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Of one gradient page after scaling and reduction: its fp32 norm, squared in fp64; its non-zero elements."""
+    """Of one gradient page after scaling and reduction: its fp32 norm, squared in fp64; more where it was asked for.
+
+    ``nonzeros``: its non-zero elements. ``sums``: what clipping by module needs.
+    """
 
     squares: float
-    nonzeros: int
+    nonzeros: int | None
+    sums: GradientStatistics | None
 
 
 class ExpertGradients:
-    """The gradient pages of some modules (those of one model chunk)."""
+    """The gradient pages of some modules (those of one model chunk).
+
+    ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a sweep later.
+    """
 
     def __init__(self, modules: Sequence[PagedExperts]) -> None:
         self.modules = tuple(modules)
+        self.counts_zeros = True
+        self.takes_sums = False
+        self._scratch: dict[torch.device, torch.Tensor] = {}
         self.non_finite: str | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
 
@@ -72,7 +83,7 @@ class ExpertGradients:
                     self._check(experts, name, page)
                     if scale != 1.0:
                         page.mul_(scale)
-                    self._statistics[experts, name] = _statistics(page)
+                    self._statistics[experts, name] = self._measure(page)
             else:
                 self._reduce(experts, union[number], scale, group)
 
@@ -84,29 +95,65 @@ class ExpertGradients:
                 known = self._statistics.get((experts, name))
                 if known is not None:
                     squares = known.squares * float(factor) ** 2
-                    self._statistics[experts, name] = PageStatistics(squares, known.nonzeros)
+                    sums = None if known.sums is None else known.sums.scaled(float(factor))
+                    self._statistics[experts, name] = PageStatistics(squares, known.nonzeros, sums)
 
-    def statistics(self, shards: PageShards) -> tuple[float, int]:
-        """Sum of squares and number of zeros of gradients this rank owns under ``shards``; absent pages are zeros.
+    def squares(self, shards: PageShards) -> float:
+        """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
+        return sum(found.squares for experts in self.modules for found in self._owned(experts, shards))
 
-        Frozen modules have no gradients, zero or not.
-        """
-        squares, zeros = 0.0, 0
+    def zeros(self, shards: PageShards) -> int:
+        """Zeros among gradients this rank owns; absent pages are zeros, frozen modules have none."""
+        self.counts_zeros = True
+        zeros = 0
         for experts in self.modules:
-            if not experts.trainable:
-                continue
-            owned = shards.owned(experts)
-            here = set(self.present(experts))
-            missing = [name for name in owned if name in here and (experts, name) not in self._statistics]
-            for name, page in self.pages(experts, names=missing):
-                self._statistics[experts, name] = _statistics(page)
-            for name in owned:
-                zeros += experts.layout.page_numel(name[1])
-                if name in here:
-                    found = self._statistics[experts, name]
-                    squares += found.squares
-                    zeros -= found.nonzeros
-        return squares, zeros
+            if experts.trainable:
+                zeros += sum(experts.layout.page_numel(name[1]) for name in shards.owned(experts))
+                zeros -= sum(found.nonzeros or 0 for found in self._owned(experts, shards))
+        return zeros
+
+    def sums(self, experts: PagedExperts, shards: PageShards) -> GradientStatistics:
+        """The sums of one module's gradients that this rank owns; elements of absent pages do not count."""
+        self.takes_sums = True
+        found = [page.sums for page in self._owned(experts, shards) if page.sums is not None]
+        return GradientStatistics(
+            count=math.fsum(s.count for s in found),
+            total=sum(s.total for s in found),
+            absolute=sum(s.absolute for s in found),
+            squares=sum(s.squares for s in found),
+            non_finite=math.fsum(s.non_finite for s in found),
+            largest=max((s.largest for s in found), default=0.0),
+        )
+
+    def _owned(self, experts: PagedExperts, shards: PageShards) -> list[PageStatistics]:
+        """What was measured of the present pages of a module that this rank owns; measures what was not."""
+        if not experts.trainable:
+            return []
+        here = set(self.present(experts))
+        owned = [name for name in shards.owned(experts) if name in here]
+        missing = [name for name in owned if not self._is_measured(self._statistics.get((experts, name)))]
+        for name, page in self.pages(experts, names=missing):
+            self._statistics[experts, name] = self._measure(page)
+        return [self._statistics[experts, name] for name in owned]
+
+    def _is_measured(self, found: PageStatistics | None) -> bool:
+        if found is None or (self.counts_zeros and found.nonzeros is None):
+            return False
+        return not self.takes_sums or found.sums is not None
+
+    def _measure(self, page: torch.Tensor) -> PageStatistics:
+        """Of one page, flat, in its own dtype."""
+        nonzeros = int(torch.count_nonzero(page)) if self.counts_zeros else None
+        if not self.takes_sums:
+            norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
+            return PageStatistics(norm**2, nonzeros, None)
+        if page.numel() > RUN:
+            # The norm is the whole page's, as without sums: both ways must have the same bits.
+            norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
+            return PageStatistics(norm**2, nonzeros, statistics_of([page]))
+        page = page if page.dtype is torch.float32 else page.float()
+        total, absolute, norm, largest = torch.stack(four_sums(page, self._scratch)).tolist()
+        return PageStatistics(norm**2, nonzeros, exact_where_needed(page, (total, absolute, norm, largest)))
 
     # -- reduction -----------------------------------------------------------------------------------------------------
 
@@ -148,15 +195,10 @@ class ExpertGradients:
                 with experts.lease(Plane.GRADIENT, [name]) as lease:
                     lease.page(*name).copy_(parts[name])
                     lease.mark_dirty()
-                self._statistics[experts, name] = _statistics(parts[name])
+                self._statistics[experts, name] = self._measure(parts[name])
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self.non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
             bad = int((~torch.isfinite(page)).sum())
             what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
             self.non_finite = f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
-
-
-def _statistics(page: torch.Tensor) -> PageStatistics:
-    norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
-    return PageStatistics(squares=norm**2, nonzeros=int(torch.count_nonzero(page)))
