@@ -84,8 +84,9 @@ class ModuleClipping:
             ranks=Group(device=device),
             speaks=dist.get_rank() == 0,
         )
+        self._is_one = len(mpus.names) == 1
         for chunk in self._gradients:
-            chunk.takes_sums = True
+            chunk.takes_sums, chunk.takes_norms = True, self._is_one
         if dist.get_rank() == 0:
             logger.warning(
                 "gradients are clipped by module (CMSA, alpha %s, base %g): %s. This changes the mathematics",
@@ -95,9 +96,8 @@ class ModuleClipping:
             )
 
     def report_loss(self, loss: torch.Tensor) -> None:
-        """A loss on its way into the backward; what else stock scales (a 1 for auxiliary losses) has no graph."""
-        if loss.requires_grad:
-            self.clipper.report_loss(loss.reshape(()) if loss.numel() == 1 else loss.mean())
+        """Mean loss a token of a micro-batch."""
+        self.clipper.report_loss(loss)
 
     @property
     def report(self) -> ClipReport | None:
@@ -114,9 +114,8 @@ class ModuleClipping:
 
         ``stock_norm`` is asked where the whole model is one module: it is then clipped to the bit as stock does.
         """
-        one = len(self.clipper.mpus.names) == 1
         report = self.clipper.decide(
-            self._parts(), known=self._known(), norm=stock_norm() if one else None, non_finite=self._bad_page
+            self._parts(), known=self._known(), norm=stock_norm() if self._is_one else None, non_finite=self._bad_page
         )
         if report.skip:
             return None
@@ -187,9 +186,6 @@ class SkippingClipping:
         self._gradients = tuple(gradients)
         self._coefficient: float | None = None
 
-    def report_loss(self, loss: torch.Tensor) -> None:
-        """Not needed."""
-
     def clip(self, stock_norm: Callable[[], float]) -> float | None:
         """As :meth:`ModuleClipping.clip`."""
         norm = stock_norm()
@@ -229,6 +225,42 @@ class SkippingClipping:
     def _has_bad_parameter(self) -> bool:
         gradients = (p.grad for m in self._dense.chained_optimizers for p in m.get_parameters() if p.grad is not None)
         return any(not bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def tell_loss(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    model: torch.nn.Module,
+    output_tensor: torch.Tensor,
+    loss_func: Callable[..., Any] | None,
+    config: Any,  # noqa: ANN401 - stock's signature, here and below
+    vp_stage: int | None,
+    collect_non_loss_data: bool,
+    num_microbatches: int,
+    forward_data_store: list[Any],
+    **options: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stock's ``forward_step_calc_loss``; a training loss goes to the model chunk's ``loss_listener``.
+
+    The loss is taken here because pipeline schedules free its memory before the backward, which needs its graph alone.
+    """
+    result, tokens = original(
+        model,
+        output_tensor,
+        loss_func,
+        config,
+        vp_stage,
+        collect_non_loss_data,
+        num_microbatches,
+        forward_data_store,
+        **options,
+    )
+    listener = getattr(model, "loss_listener", None)
+    # Where this is not the last stage, or not a loss, stock hands the output back as it is.
+    if listener is not None and result is not output_tensor and result.requires_grad:
+        loss = result.detach().sum()
+        per_token = config.calculate_per_token_loss
+        listener(loss / tokens.clamp(min=1) if per_token else loss * num_microbatches)
+    return result, tokens
 
 
 def global_names(chunks: Sequence[torch.nn.Module]) -> dict[Any, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class MegaScaleDDP(DistributedDataParallel):
         self.paged_experts = [experts for _, experts in named]
         self.gradients = ExpertGradients(self.paged_experts)
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
+        self.loss_listener: Callable[[torch.Tensor], None] | None = None
         self._micro_batch = 0
         # The first chunk of a run with experts tells the schedule when a step begins.
         self._begins_steps = bool(self.paged_experts) and self.paged_experts[0].pages.entry.module == 0

@@ -175,13 +175,6 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         return self.step_with_ready_grads(), norm, zeros
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """As stock; clipping by module learns the loss."""
-        if self.clipping is not None:
-            self.clipping.report_loss(loss)
-        scaled: torch.Tensor = super().scale_loss(loss)
-        return scaled
-
     @torch.no_grad()
     def count_zeros(self) -> float:
         """Zeros over dense parameters and experts. A collective."""
@@ -291,7 +284,7 @@ def _clipping(
         return None
     if not clip.is_cmsa:
         return SkippingClipping(clip_grad=paged.config.clip_grad, dense=dense, gradients=paged.gradients)
-    return ModuleClipping(
+    clipping = ModuleClipping(
         clip,
         clip_grad=paged.config.clip_grad,
         chunks=[innermost(chunk.module) for chunk in chunks],
@@ -301,6 +294,9 @@ def _clipping(
         stats_group=paged.grad_stats_parallel_group,
         device=paged.device,
     )
+    for chunk in chunks:
+        chunk.loss_listener = clipping.report_loss
+    return clipping
 
 
 def _refuse_experts(chunks: Sequence[torch.nn.Module]) -> None:

@@ -24,7 +24,7 @@ from megascale_omni.clipping.parts import Alone, GradientPart, Ranks, expert_nam
 from megascale_omni.clipping.policy import clip, total_norm
 from megascale_omni.clipping.report import ClipReport, fit_message
 from megascale_omni.clipping.settings import ClipConfig
-from megascale_omni.clipping.statistics import ABSOLUTE, NON_FINITE, GradientStatistics, GradientSums
+from megascale_omni.clipping.statistics import ABSOLUTE, NON_FINITE, GradientStatistics, GradientSums, from_rows
 
 logger = logging.getLogger(__name__)
 
@@ -144,13 +144,12 @@ class CMSAClipper:
             non_finite: names what is not finite among ``known``.
         """
         parts = list(parts)
-        sums = self._sums(parts, known)
-        losses = self._loss_sums()
-        together = torch.cat([sums.sums.flatten(), losses.flatten()])
-        self.ranks.reduce(together, sums.largest)
-        sums.sums = together[: sums.sums.numel()].view_as(sums.sums)
-        self._merge_experts(sums)
-        statistics = sums.statistics()[: len(self.mpus.names)]
+        sums, largest = self._sums(parts, known)
+        together = torch.cat([sums.flatten(), self._loss_sums().flatten()])
+        self.ranks.reduce(together, largest)
+        sums, losses = together[: sums.numel()].view_as(sums), together[sums.numel() :].view(-1, 2)
+        self._merge_experts(sums, largest)
+        statistics = from_rows(sums, largest)[: len(self.mpus.names)]
         norms = [norm if len(statistics) == 1 and norm is not None else s.norm for s in statistics]
         finite = all(s.non_finite == 0 and _is_finite(n) for s, n in zip(statistics, norms, strict=True))
         if not finite:
@@ -158,7 +157,7 @@ class CMSAClipper:
             return self.last
         self._restart_when_due()
         stage, gvcs = self.stage, [s.gvc() for s in statistics]
-        alpha = self._advance(norms, gvcs, together[sums.sums.numel() :].view(-1, 2))
+        alpha = self._advance(norms, gvcs, losses)
         self.last = self._report(statistics, norms, alpha=alpha, stage=stage)
         return self.last
 
@@ -206,7 +205,7 @@ class CMSAClipper:
 
     def _sums(
         self, parts: Sequence[GradientPart], known: Iterable[tuple[int, GradientStatistics, float]]
-    ) -> GradientSums:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         sums = GradientSums(len(self.mpus.names) + len(self._expert_rows))
         for part in parts:
             if not part.experts:
@@ -215,10 +214,9 @@ class CMSAClipper:
             pieces = part.gradient.reshape(-1).split([elements for _, elements in part.experts])
             for (expert, _), piece in zip(part.experts, pieces, strict=True):
                 sums.add(self._row_of(expert), piece, part.share)
-        sums.flush()
         for index, statistics, share in known:
             sums.add_statistics(index, statistics, share)
-        return sums
+        return sums.read()
 
     def _row_of(self, expert: str) -> int:
         row = self._expert_rows.get(expert)
@@ -226,15 +224,15 @@ class CMSAClipper:
             raise RuntimeError(f"{expert} was not named when the clipper was made, so that ranks cannot agree on it")
         return row
 
-    def _merge_experts(self, sums: GradientSums) -> None:
+    def _merge_experts(self, sums: torch.Tensor, largest: torch.Tensor) -> None:
         """Adds experts with gradients to their modules; the others got no tokens."""
         if not self._expert_mpus:
             return
         first, owners = len(self.mpus.names), torch.tensor(self._expert_mpus)
-        rows, largest = sums.sums[first:], sums.largest[first:]
+        rows, tops = sums[first:], largest[first:]
         touched = (rows[:, ABSOLUTE] != 0) | (rows[:, NON_FINITE] != 0)  # NaN is not 0
-        sums.sums[:first].index_add_(0, owners[touched], rows[touched])
-        sums.largest[:first].scatter_reduce_(0, owners[touched], largest[touched], reduce="amax")
+        sums[:first].index_add_(0, owners[touched], rows[touched])
+        largest[:first].scatter_reduce_(0, owners[touched], tops[touched], reduce="amax")
 
     def _restart_when_due(self) -> None:
         every = self.config.recalibrate_steps

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megascale_omni.clipping.statistics import RUN, GradientStatistics, exact_where_needed, four_sums, statistics_of
+from megascale_omni.clipping.statistics import GradientStatistics, Scratch, statistics_of
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, buckets
 from megascale_omni.paging.planes import Plane
@@ -24,12 +24,12 @@ from megascale_omni.schedule import Phase
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Of one gradient page after scaling and reduction: its fp32 norm, squared in fp64; more where it was asked for.
+    """Of one gradient page after scaling and reduction, where it was asked for.
 
-    ``nonzeros``: its non-zero elements. ``sums``: what clipping by module needs.
+    ``squares``: its fp32 norm, squared in fp64. ``nonzeros``: its non-zero elements. ``sums``: for clipping by module.
     """
 
-    squares: float
+    squares: float | None
     nonzeros: int | None
     sums: GradientStatistics | None
 
@@ -37,14 +37,16 @@ class PageStatistics:
 class ExpertGradients:
     """The gradient pages of some modules (those of one model chunk).
 
-    ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a sweep later.
+    ``takes_norms``, ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a
+    sweep later.
     """
 
     def __init__(self, modules: Sequence[PagedExperts]) -> None:
         self.modules = tuple(modules)
+        self.takes_norms = True
         self.counts_zeros = True
         self.takes_sums = False
-        self._scratch: dict[torch.device, torch.Tensor] = {}
+        self._scratch: Scratch = {}
         self.non_finite: str | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
 
@@ -94,13 +96,14 @@ class ExpertGradients:
                 page.mul_(factor)
                 known = self._statistics.get((experts, name))
                 if known is not None:
-                    squares = known.squares * float(factor) ** 2
+                    squares = None if known.squares is None else known.squares * float(factor) ** 2
                     sums = None if known.sums is None else known.sums.scaled(float(factor))
                     self._statistics[experts, name] = PageStatistics(squares, known.nonzeros, sums)
 
     def squares(self, shards: PageShards) -> float:
         """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
-        return sum(found.squares for experts in self.modules for found in self._owned(experts, shards))
+        self.takes_norms = True
+        return sum(found.squares or 0.0 for experts in self.modules for found in self._owned(experts, shards))
 
     def zeros(self, shards: PageShards) -> int:
         """Zeros among gradients this rank owns; absent pages are zeros, frozen modules have none."""
@@ -137,23 +140,20 @@ class ExpertGradients:
         return [self._statistics[experts, name] for name in owned]
 
     def _is_measured(self, found: PageStatistics | None) -> bool:
-        if found is None or (self.counts_zeros and found.nonzeros is None):
+        if found is None or (self.takes_norms and found.squares is None):
             return False
-        return not self.takes_sums or found.sums is not None
+        return not (self.counts_zeros and found.nonzeros is None) and not (self.takes_sums and found.sums is None)
 
     def _measure(self, page: torch.Tensor) -> PageStatistics:
         """Of one page, flat, in its own dtype."""
-        nonzeros = int(torch.count_nonzero(page)) if self.counts_zeros else None
-        if not self.takes_sums:
-            norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
-            return PageStatistics(norm**2, nonzeros, None)
-        if page.numel() > RUN:
-            # The norm is the whole page's, as without sums: both ways must have the same bits.
-            norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
-            return PageStatistics(norm**2, nonzeros, statistics_of([page]))
-        page = page if page.dtype is torch.float32 else page.float()
-        total, absolute, norm, largest = torch.stack(four_sums(page, self._scratch)).tolist()
-        return PageStatistics(norm**2, nonzeros, exact_where_needed(page, (total, absolute, norm, largest)))
+        squares, nonzeros, sums = None, None, None
+        if self.takes_norms:
+            squares = float(torch.linalg.vector_norm(page, dtype=torch.float32)) ** 2
+        if self.counts_zeros:
+            nonzeros = int(torch.count_nonzero(page))
+        if self.takes_sums:
+            sums = statistics_of([page], self._scratch)
+        return PageStatistics(squares, nonzeros, sums)
 
     # -- reduction -----------------------------------------------------------------------------------------------------
 
