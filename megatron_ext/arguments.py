@@ -23,6 +23,9 @@ _PAGING = {
 }
 """Flags and the paging options that they set."""
 
+_OBSERVE = {"megascale_trace": "trace"}
+"""Flags and what they have written down."""
+
 _CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_nonfinite": "nonfinite"}
 """Flags and the clipping options that they set."""
 
@@ -53,6 +56,9 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--megascale-cpu-products",
         choices=["auto", "blas", "onednn"],
         help="library of fp32 products on a CPU (default auto: oneDNN where the processor is not Intel's)",
+    )
+    group.add_argument(
+        "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
     )
     group.add_argument(
         "--megascale-clip",
@@ -91,6 +97,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         config = config.replace("paging", **paging)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
+    observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
+    if observe:
+        config = config.replace("observe", **observe)
     clip = {field: getattr(args, name) for name, field in _CLIP.items() if getattr(args, name, None) is not None}
     if "alpha" in clip and clip.get("mode", config.clip.mode) != "cmsa":
         raise ValueError(f"--megascale-cmsa-alpha={clip['alpha']} has no effect without --megascale-clip cmsa; add it")

@@ -237,7 +237,8 @@ def tell_loss(
     collect_non_loss_data: bool,
     num_microbatches: int,
     forward_data_store: list[Any],
-    **options: Any,  # noqa: ANN401
+    cp_group_size: int | None = None,
+    is_last_stage: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stock's ``forward_step_calc_loss``; a training loss goes to the model chunk's ``loss_listener``.
 
@@ -252,7 +253,8 @@ def tell_loss(
         collect_non_loss_data,
         num_microbatches,
         forward_data_store,
-        **options,
+        cp_group_size,
+        is_last_stage,
     )
     listener = getattr(model, "loss_listener", None)
     # Where this is not the last stage, or not a loss, stock hands the output back as it is.
