@@ -76,7 +76,9 @@ class ExpertManager:
         self.arena = Arena(device=device, poison=poison)
         self.pager = Pager(self.table, self._tiers(device, mover), self.outlook)
         self.pager.on_move = self._forget_views
+        self._resize_to: Budget | None = None
         self.schedule.on_step(self.outlook.end_step)
+        self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
@@ -144,6 +146,37 @@ class ExpertManager:
         """
         if self.pager.tiers.disk is not None:
             check_budget(self.options.device_budget, class_needs(self._modules))
+
+    def resize(self, budget: Budget) -> None:
+        """Gives pages another device budget while training goes on; memory beyond it returns to the system.
+
+        Done at once where no lease is held, else at the next step's beginning; of several requests the last one counts.
+
+        Raises:
+            ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
+        """
+        if self.pager.tiers.disk is None:
+            raise ValueError(
+                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
+                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
+            )
+        check_budget(budget, class_needs(self._modules))
+        self._resize_to = budget
+        if not self.table.pins.any():
+            self._apply_resize()
+
+    def _apply_resize(self) -> None:
+        """Also returns what an earlier resize could not, for leases that were held."""
+        budget, self._resize_to = self._resize_to, None
+        if budget is None:
+            return
+        self.pager.settle()
+        self.options = replace(self.options, device_budget=budget)
+        self._share_budget()
+        for slot_class in self.arena.slot_classes():
+            self.pager.compact(slot_class)
+        if self.arena.device.type == "cuda":
+            torch.cuda.empty_cache()  # segments are the allocator's until it is told
 
     def _share_budget(self) -> None:
         needs = class_needs(self._modules)
