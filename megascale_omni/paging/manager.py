@@ -7,6 +7,7 @@ module's experts (waves), the optimizer and exports sweep page by page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -253,9 +254,26 @@ class ExpertManager:
         """The same for page ids of one module and plane."""
         return Lease(self, module, plane, page_ids)
 
+    def routed(self, module: PagedModule, counts: Sequence[int]) -> None:
+        """A forward of a training step sends ``counts`` tokens to each expert: for those who keep heat."""
+        if self.observers:
+            tokens = np.asarray(counts, dtype=np.int64)
+            for observer in self.observers:
+                observer.routed(module.entry.module, tokens)
+
+    def send_away(self, page_ids: np.ndarray) -> None:
+        """Lets pages leave the device arena, without waiting; those that leases hold or that are on their way stay."""
+        if self.pager.can_evict:
+            self.pager.send_away(page_ids)
+
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""
-        self.pager.ensure(page_ids)
+        if self.pager.can_evict:
+            start = time.perf_counter_ns()
+            self.pager.ensure(page_ids)
+            self.pager.counts["stall_microseconds"] += (time.perf_counter_ns() - start) // 1000
+        else:
+            self.pager.ensure(page_ids)
         self.table.pin(page_ids)
         for observer in self.observers:
             observer.held(page_ids)

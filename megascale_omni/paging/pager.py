@@ -171,6 +171,14 @@ class Pager:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
         self.tiers.device.trim(slot_class)
 
+    def send_away(self, page_ids: np.ndarray) -> None:
+        """Starts the way out of pages that are here, free of leases and not on their way; the others stay."""
+        self._reap()
+        here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
+        for page_id in page_ids[here].tolist():
+            if page_id not in self._flights and page_id not in self._keep:
+                self._evict(page_id)
+
     def compact(self, slot_class: SlotClass) -> int:
         """Moves pages of a class together, so that whole segments return to the system; the bytes returned.
 
