@@ -15,6 +15,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
@@ -41,6 +44,11 @@ class Visit:
     def kind(self) -> tuple[Phase, int]:
         """What makes two visits the same for the forecast. An empty module may be visited without its gradients."""
         return self.phase, self.module
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """The same as :meth:`uses`, for every plane by its number."""
+        return np.asarray([plane in self.planes for plane in Plane])
 
     def uses(self, plane: Plane) -> bool:
         """Whether the visit uses ``plane``."""

@@ -33,7 +33,7 @@ from megascale_omni.paging.pager import Pager, Tiers
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
 from megascale_omni.paging.residency import pages_ahead, probable_experts
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import Arena, TierKind
+from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
 from megascale_omni.schedule import Phase, Schedule
 
 SWEEP_AHEAD = 16
@@ -199,7 +199,7 @@ class ExpertManager:
 
         A page without contents should not leave: create pages when they are about to be written, and few at a time.
         """
-        new: np.ndarray = page_ids[self.table.tier[page_ids] == TierKind.ABSENT]
+        new: np.ndarray = page_ids[self.table.tier[page_ids] == ABSENT]
         made = 0
         try:
             for page_id in new.tolist():
@@ -227,7 +227,7 @@ class ExpertManager:
     def present(self, module: PagedModule, plane: Plane) -> np.ndarray:
         """Mask ``[num_experts, num_slices]``: which pages of a plane exist (in any tier)."""
         ids = self.ids(module, plane, range(module.entry.num_experts))
-        mask: np.ndarray = self.table.tier[ids] != TierKind.ABSENT
+        mask: np.ndarray = self.table.tier[ids] != ABSENT
         return mask.reshape(module.entry.num_experts, module.entry.num_slices)
 
     # -- catching up ---------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class ExpertManager:
         for group in coming:
             if len(wanted) >= room:
                 break
-            wanted += [p for p in group.tolist() if self.table.tier[p] != TierKind.ABSENT]
+            wanted += group[self.table.tier[group] != ABSENT].tolist()
         if len(wanted) < room:
             wanted += self._next_visit_pages(room - len(wanted))
         if wanted:
@@ -417,7 +417,7 @@ class ExpertManager:
             planes = [int(plane) for plane in visit.planes]
             ids = self.ids(module, Plane.WEIGHT, experts.tolist())
             found = (ids[:, None] + np.asarray(planes)).reshape(-1)
-            result: list[int] = found[self.table.tier[found] != TierKind.ABSENT][:count].tolist()
+            result: list[int] = found[self.table.tier[found] != ABSENT][:count].tolist()
             return result
         return []
 
@@ -451,7 +451,7 @@ class ExpertManager:
         for module in self._modules:
             for plane in module.dtypes:
                 ids = self.ids(module, plane, range(module.entry.num_experts))
-                count = int((self.table.tier[ids] == TierKind.DEVICE).sum())
+                count = int((self.table.tier[ids] == DEVICE).sum())
                 result[plane.name.lower()] += count * module.slot_class(plane).nbytes
         return result
 

@@ -25,6 +25,7 @@ MEMORY = 0.08
 LEAST_FREQUENCY = 1e-3
 """An expert is never taken to be gone for ever."""
 
+_NUM_PLANES = len(Plane)
 NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
 
@@ -191,19 +192,19 @@ class Outlook:
         if len(self._values) < self._numbering.num_pages:
             self._values = np.full(self._numbering.num_pages, FAR)
             self._valid.clear()
-        for entry in self._numbering.entries:
-            for plane in Plane:
-                if (entry.module, plane) not in self._valid:
-                    self._refresh(entry, plane)
+        if len(self._valid) < len(self._numbering.entries) * _NUM_PLANES:
+            for entry in self._numbering.entries:
+                for plane in Plane:
+                    if (entry.module, plane) not in self._valid:
+                        self._refresh(entry, plane)
         result: np.ndarray = self._values[page_ids]
         visit = self.forecast.current
         if visit is not None:
             entry = self._numbering.entries[visit.module]
-            index, planes = np.divmod(page_ids, len(Plane))
+            index, planes = np.divmod(page_ids, _NUM_PLANES)
             place = index - entry.first_index
             inside = (place >= 0) & (place < entry.num_pages)
-            used = np.fromiter((visit.uses(p) for p in Plane), dtype=bool, count=len(Plane))
-            rows = np.nonzero(inside & used[planes] & (place > self.cursor))[0]
+            rows = np.nonzero(inside & visit.mask[planes] & (place > self.cursor))[0]
             rows = rows[self._here[place[rows]]]
             result[rows] = self.forecast.time + place[rows] / entry.num_pages
         return result

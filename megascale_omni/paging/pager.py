@@ -27,7 +27,7 @@ from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import Arena, TierKind
+from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Pager:
         if not self.can_evict:
             return
         self.table.check_present(page_ids)
-        away = page_ids[self.table.tier[page_ids] != TierKind.DEVICE].tolist()
+        away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
         if not away and not flying:
             return
@@ -149,7 +149,10 @@ class Pager:
     def prefetch(self, page_ids: Iterable[int]) -> None:
         """Starts loading pages as far as there is room, without waiting; the rest follows as room appears."""
         if self.can_evict:
-            self._wanted = deque((n, p) for n, p in enumerate(page_ids) if self._is_away(p))
+            wanted = np.fromiter(page_ids, dtype=np.int64)
+            away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
+            pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
+            self._wanted = deque((n, p) for n, p in pairs if p not in self._flights)
             self._reap()
             self._serve_wanted()
 
@@ -203,7 +206,7 @@ class Pager:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _is_away(self, page_id: int) -> bool:
-        return self.table.tier[page_id] in (TierKind.HOST, TierKind.DISK) and page_id not in self._flights
+        return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
 
     def _load(self, page_id: int, *, ahead: int | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` pages early, only where there is some. Whether it did."""
@@ -230,9 +233,10 @@ class Pager:
         return True
 
     def _displaced_before(self, page_id: int, number: int) -> float:
-        needed = float(self.outlook.next_use(np.asarray([page_id]))[0])
-        held = np.nonzero((self.table.pins > 0) & (self.table.class_index == self.table.class_index[page_id]))[0]
-        return displaced_before(number, needed, self.outlook.next_use(held))
+        held = np.nonzero(self.table.pins)[0]
+        held = held[self.table.class_index[held] == self.table.class_index[page_id]]
+        uses = self.outlook.next_use(np.append(held, page_id))
+        return displaced_before(number, float(uses[-1]), uses[:-1])
 
     def _serve_wanted(self) -> None:
         while self._wanted:
@@ -287,7 +291,7 @@ class Pager:
 
     def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         table = self.table
-        mask = (table.tier == TierKind.DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
+        mask = (table.tier == DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
         ids = np.nonzero(mask)[0]
         away = self._flights.keys() | self._keep
         if away:

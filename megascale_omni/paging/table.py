@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.planes import PageNumbering
-from megascale_omni.paging.tiers import TierKind
+from megascale_omni.paging.tiers import ABSENT, DEVICE, TierKind
 
 
 class PageState(enum.Enum):
@@ -52,7 +52,7 @@ class PageTable:
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
         more = self.numbering.num_pages - len(self.tier)
-        fill = {"tier": TierKind.ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1}
+        fill = {"tier": ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1}
         names = ("tier", "slot", "dirty", "pins", "last_step", "last_use", "class_index", "disk_offset")
         for name in names:
             column = getattr(self, name)
@@ -77,45 +77,45 @@ class PageTable:
 
     def place(self, page_id: int, *, tier: TierKind, slot: int) -> None:
         """Records that an absent page now has bytes in ``slot`` of ``tier``."""
-        if self.tier[page_id] != TierKind.ABSENT:
+        if self.tier[page_id] != ABSENT:
             raise RuntimeError(f"{self.numbering.describe(page_id)} is placed twice")
-        self.tier[page_id] = tier
+        self.tier[page_id] = int(tier)
         self.slot[page_id] = slot
 
     def move(self, page_id: int, *, tier: TierKind, slot: int) -> None:
         """Records that an unpinned page's bytes are in another tier now."""
-        if self.tier[page_id] == TierKind.ABSENT or self.pins[page_id]:
+        if self.tier[page_id] == ABSENT or self.pins[page_id]:
             raise RuntimeError(
                 f"{self.numbering.describe(page_id)} moves while it is {self.state(page_id).value} with "
                 f"{self.pins[page_id]} leases"
             )
-        self.tier[page_id] = tier
+        self.tier[page_id] = int(tier)
         self.slot[page_id] = slot
 
     def remove(self, page_id: int) -> int:
         """Makes an unpinned page absent and returns the slot it had."""
-        if self.tier[page_id] == TierKind.ABSENT:
+        if self.tier[page_id] == ABSENT:
             raise RuntimeError(f"{self.numbering.describe(page_id)} is removed but absent")
         if self.pins[page_id]:
             raise RuntimeError(
                 f"{self.numbering.describe(page_id)} is removed while {self.pins[page_id]} leases hold it"
             )
         slot = int(self.slot[page_id])
-        self.tier[page_id] = TierKind.ABSENT
+        self.tier[page_id] = ABSENT
         self.slot[page_id] = -1
         self.dirty[page_id] = False
         return slot
 
     def check_present(self, page_ids: np.ndarray) -> None:
         """Raises RuntimeError where one of the pages to be leased is absent."""
-        absent = page_ids[self.tier[page_ids] == TierKind.ABSENT]
+        absent = page_ids[self.tier[page_ids] == ABSENT]
         if len(absent):
             raise RuntimeError(f"{self.numbering.describe(int(absent[0]))} is leased but absent")
 
     def pin(self, page_ids: np.ndarray) -> None:
         """Adds a pin to each page; every page must be ACTIVE."""
-        if (self.tier[page_ids] != TierKind.DEVICE).any():
-            missing = int(page_ids[self.tier[page_ids] != TierKind.DEVICE][0])
+        if (self.tier[page_ids] != DEVICE).any():
+            missing = int(page_ids[self.tier[page_ids] != DEVICE][0])
             raise RuntimeError(f"{self.numbering.describe(missing)} is leased but {self.state(missing).value}")
         self.pins[page_ids] += 1
 
