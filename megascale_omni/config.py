@@ -147,7 +147,7 @@ class HeatConfig:
     cold_steps: int = 5
     freeze: bool = True
     probe_share: float = 0.05
-    probe_seconds: float = 1.0
+    probe_seconds: float = 0.5
     alarm_percentile: float = 10.0
     alarm_hours: float = 24.0
 

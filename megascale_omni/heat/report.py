@@ -13,6 +13,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,15 +101,19 @@ class ReportWriter:
         self._file.close()
 
 
+Line = dict[str, Any]
+"""A line of a report; which keys it has depends on its kind."""
+
+
 @dataclass
 class RankReport:
     """A rank's file, read. ``steps`` and ``heat`` are the lines of these kinds, in order."""
 
     rank: int
-    modules: list[dict[str, object]] = field(default_factory=list)
+    modules: list[Line] = field(default_factory=list)
     limit_bytes: int | None = None
-    steps: list[dict[str, object]] = field(default_factory=list)
-    heat: list[dict[str, object]] = field(default_factory=list)
+    steps: list[Line] = field(default_factory=list)
+    heat: list[Line] = field(default_factory=list)
 
 
 def read_report(folder: str | Path) -> list[RankReport]:

@@ -57,7 +57,7 @@ def _column(report: RankReport, length: int, *keys: str) -> np.ndarray:
 def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     """Writes the picture. Raises ValueError where there is nothing to draw."""
     series = residency_series(reports)
-    steps, unit, name = series["step"], *_unit(max(float(sum(series[t] for t in TIER_COLOURS).max()), 1.0))
+    steps, unit, name = series["step"], *_unit(max(float(np.sum([series[t] for t in TIER_COLOURS], axis=0).max()), 1.0))
     figure = new_figure(10, 8)
     places, moved, stalls = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
     used = [tier for tier in TIER_COLOURS if series[tier].any()]
