@@ -84,6 +84,7 @@ class ExpertManager:
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
+        self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
@@ -216,6 +217,9 @@ class ExpertManager:
 
     def drop(self, page_ids: np.ndarray) -> None:
         """Makes unpinned pages absent, wherever they are; their contents are gone."""
+        if len(page_ids):
+            self.before_write(page_ids)
+            self.table.changed[page_ids] = True
         self._drop(page_ids)
         for observer in self.observers if len(page_ids) else ():
             observer.dropped(page_ids)
@@ -291,8 +295,10 @@ class ExpertManager:
             observer.released(page_ids)
 
     def mark_dirty(self, page_ids: np.ndarray) -> None:
-        """For leases: the holder wrote to these pages."""
+        """For leases: the holder is about to write to these pages, or is writing to them."""
+        self.before_write(page_ids)
         self.table.dirty[page_ids] = True
+        self.table.changed[page_ids] = True
         for observer in self.observers:
             observer.written(page_ids)
 
