@@ -23,7 +23,7 @@ _PAGING = {
 }
 """Flags and the paging options that they set."""
 
-_OBSERVE = {"megascale_trace": "trace"}
+_OBSERVE = {"megascale_trace": "trace", "megascale_report": "report"}
 """Flags and what they have written down."""
 
 _CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_nonfinite": "nonfinite"}
@@ -59,6 +59,9 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
+    )
+    group.add_argument(
+        "--megascale-report", metavar="DIR", help="what happened to pages over time, with pictures at the end"
     )
     group.add_argument(
         "--megascale-clip",
