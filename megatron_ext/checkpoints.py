@@ -11,6 +11,7 @@ from typing import Any
 import megatron.core
 
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
+from megascale_omni.checkpoint.journal import Journal
 from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
 from megatron_ext.checkpoint_state import (
@@ -70,6 +71,12 @@ class PagedCheckpoints:
         optimizer.before_step = self._checkpointer.before_step
         for manager in self._managers:
             manager.before_write = self._checkpointer.before_write
+        self._journal = Journal(root, layout=layout()) if self._checkpointer.ranks.rank == 0 else None
+
+    def record(self, iteration: int, *, loss: float, learning_rate: float, position: int) -> None:
+        """Writes a step down, or proves that one that is made again is what it was. Not a collective."""
+        if self._journal is not None:
+            self._journal.record(iteration, loss=loss, learning_rate=learning_rate, position=position)
 
     @property
     def stall_seconds(self) -> float:
@@ -90,6 +97,7 @@ class PagedCheckpoints:
                 "schedule": None if position.schedule is None else dict(position.schedule),
                 "optimizer": include_optimizer,
                 "rng": include_rng_state,
+                "clipping": None if self._optimizer.clipping is None else self._optimizer.clipping.state_dict(),
             },
             layout=layout(),
             versions={"megatron-core": megatron.core.__version__},
@@ -159,6 +167,8 @@ class PagedCheckpoints:
         self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
         if not include_optimizer:
             self._optimizer.reload_model_params()
+        elif self._optimizer.clipping is not None and values["clipping"] is not None:
+            self._optimizer.clipping.load_state_dict(values["clipping"])
         if include_rng_state and values["rng"]:
             lost = restore_rng(opened.dense, opened.manifest.layout)
             if lost is not None and self._checkpointer.ranks.rank == 0:

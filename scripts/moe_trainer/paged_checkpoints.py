@@ -87,6 +87,13 @@ class TrainerCheckpoints:
             trainer.consumed_samples = int(position.values["consumed_samples"])
         return True
 
+    def record(self, loss: float, learning_rate: float) -> None:
+        """Write the step that was just made into the journal."""
+        trainer = self._trainer
+        self._checkpoints.record(
+            trainer.iteration, loss=loss, learning_rate=learning_rate, position=trainer.consumed_samples
+        )
+
     def poll(self) -> None:
         """Between steps."""
         self._checkpoints.poll()

@@ -152,6 +152,8 @@ class Trainer:
         learning_rate = self.learning_rate
         loss = self.forward_backward()
         result = self.optimizer_step()
+        if self.args.save is not None and paged_checkpoints.is_wanted(self.args):
+            self._paged(self.args.save).record(loss, learning_rate)
         norm = self._parameter_norm() if self.args.log_params_norm else None
         if self.args.cuda:
             torch.cuda.synchronize()
