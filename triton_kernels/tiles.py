@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,12 +60,12 @@ def tiles_for(dtype: torch.dtype, *, target: str) -> ProductTiles:
     else:
         tiles = _NARROW_SM80 if target in ("cuda:80", "cuda:86", "cuda:89") else _NARROW
     if target.startswith("hip"):  # warps are twice as wide, shared memory is 64 KiB
-        halved = {
-            item.name: replace(tile, warps=4, stages=2)
-            for item in fields(tiles)
-            if isinstance(tile := getattr(tiles, item.name), TileConfig)
-        }
-        tiles = replace(tiles, **halved)
+        tiles = ProductTiles(
+            fc1=replace(tiles.fc1, warps=4, stages=2),
+            slice_sum=replace(tiles.slice_sum, warps=4, stages=2),
+            activation_backward=replace(tiles.activation_backward, stages=2),
+            weight_gradient=replace(tiles.weight_gradient, stages=2),
+        )
     return tiles
 
 

@@ -184,9 +184,9 @@ class TritonBackward:
         needs: tuple[bool, bool, bool],
     ) -> None:
         x_Nh, probs_N, flat = saved
-        needs_x, needs_probs, needs_weights = needs
+        needs_x, needs_probs, _ = needs  # whether weights need any, the waves say
         self._call, self._x, self._probs, self._flat, self._gy = call, x_Nh, _plain(probs_N), flat, gy_Nh
-        self._weights = needs_weights
+        self._down_biases = _DownBiases(call)
         self.gx_Nh = torch.empty_like(x_Nh) if needs_x else None
         self.gprobs_N = None
         if needs_probs and probs_N is not None:
@@ -266,17 +266,13 @@ class TritonBackward:
                 _put(scaled.sum(0).to(call.dtype), out=page.down_bias_h, store=store)
 
     def _down_bias_probs(self, wave: Wave) -> None:
-        """What the down bias adds to the gradient of the probabilities."""
+        """What the down bias adds to the gradient of the probabilities, after the sum over all slices."""
         assert self.gprobs_N is not None
         assert self._probs is not None
-        weights, rows = wave.leases[Plane.WEIGHT], self._call.rows
-        if not self._call.shape.bias:
-            return
-        for expert, slice_ in wave.items:
-            bias_h = weights.views(expert, slice_).down_bias_h
-            if bias_h is not None:
-                gy_nh = self._gy[rows.of(expert)].to(torch.promote_types(self._probs.dtype, self._gy.dtype))
-                self.gprobs_N[rows.of(expert)].add_((gy_nh * bias_h).sum(-1))
+        for expert, bias_h in self._down_biases.whole(wave):
+            rows = self._call.rows.of(expert)
+            gy_nh = self._gy[rows].to(torch.promote_types(self._probs.dtype, self._gy.dtype))
+            self.gprobs_N[rows].add_((gy_nh * bias_h).sum(-1))
 
 
 class _DownBiases:
