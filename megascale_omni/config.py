@@ -130,11 +130,23 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
+class ObserveConfig:
+    """What a run writes down about its pages. Nothing of it changes a result.
+
+    Attributes:
+        trace: file for a trace of every use of a page, to be replayed under other policies and budgets.
+    """
+
+    trace: str | None = None
+
+
+@dataclass(frozen=True)
 class MegaScaleConfig:
     """Everything a run of MegaScale can be told. By default the run computes what stock computes."""
 
     paging: PagingConfig = field(default_factory=PagingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> MegaScaleConfig:

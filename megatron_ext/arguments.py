@@ -23,6 +23,9 @@ _PAGING = {
 }
 """Flags and the paging options that they set."""
 
+_OBSERVE = {"megascale_trace": "trace"}
+"""Flags and what they have written down."""
+
 
 def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
@@ -51,6 +54,9 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         choices=["auto", "blas", "onednn"],
         help="library of fp32 products on a CPU (default auto: oneDNN where the processor is not Intel's)",
     )
+    group.add_argument(
+        "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
+    )
     return parser
 
 
@@ -75,6 +81,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         config = config.replace("paging", **paging)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
+    observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
+    if observe:
+        config = config.replace("observe", **observe)
     return config
 
 

@@ -1,4 +1,4 @@
-"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and one function.
+"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and two functions.
 
 [Note: patching construction]
 Stock names its classes in many modules, some of them by ``from ... import``. Replacing a name reaches only those who
@@ -184,10 +184,12 @@ def enable(config: MegaScaleConfig | None = None) -> Runtime:
 
 
 def disable() -> None:
-    """Undoes every patch; what was built stays as it is. Safe to call when nothing is in force."""
+    """Undoes every patch and ends traces; what was built stays as it is. Safe to call when nothing is in force."""
     for patch in reversed(_registry.applied):
         patch.undo()
     _registry.applied = []
+    if _registry.runtime is not None:
+        _registry.runtime.observation.close()
     _registry.runtime = None
 
 
@@ -207,6 +209,7 @@ def _all_patches() -> list[Patch]:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from megatron_ext.chunks import sort_chunks
     from megatron_ext.distributed import MegaScaleDDP
     from megatron_ext.layer import MegaScaleMoELayer
     from megatron_ext.optimizer import build_optimizer
@@ -215,4 +218,5 @@ def _all_patches() -> list[Patch]:
         MakeSubclass("moe_layer", MoELayer, MegaScaleMoELayer),
         MakeSubclass("ddp", DistributedDataParallel, MegaScaleDDP),
         WrapFunction("optimizer", "megatron.core.optimizer", "get_megatron_optimizer", build_optimizer),
+        WrapFunction("chunks", "megatron.core.transformer.moe.moe_utils", "sort_chunks_by_idxs", sort_chunks),
     ]

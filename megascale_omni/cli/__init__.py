@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from megascale_omni import __version__
 
-COMMANDS: tuple[str, ...] = ("megascale_omni.cli.env",)
+COMMANDS: tuple[str, ...] = ("megascale_omni.cli.env", "megascale_omni.cli.trace", "megascale_omni.cli.checkpoint")
 
 
 class Command(Protocol):

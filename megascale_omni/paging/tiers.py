@@ -28,6 +28,11 @@ class TierKind(enum.IntEnum):
     DISK = 3  # disk file
 
 
+# Plain integers for columns of the page table: numpy looks an enum's member up at each comparison, which takes longer
+# than the comparison itself, thousands of times a step.
+ABSENT, DEVICE, HOST = int(TierKind.ABSENT), int(TierKind.DEVICE), int(TierKind.HOST)
+
+
 class ArenaFull(MemoryError):
     """No slot of a class is free and its limit is reached: something must leave first."""
 
