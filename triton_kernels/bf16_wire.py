@@ -16,12 +16,15 @@ BLOCK = 2048
 
 
 @triton.jit(do_not_specialize_on_alignment=["segments", "blocks"])
-def bf16_wire(segments, blocks, wire, PACK: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def bf16_wire(
+    segments, blocks, wire, PACK: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     """Moves fp32 segments to a bf16 buffer (PACK), or from there into (ADD: onto) the segments.
 
     Formula: wire = bf16(g), to nearest even; back: g = fp32(wire), or g += fp32(wire).
     Shapes: g fp32 [n] a segment, wire bf16 [sum of n].
-    Layout: a row of ``segments`` is (address, n, first element in the wire). A program is BLOCK elements of one segment.
+    Layout: a row of ``segments`` is (address, n, first element in the wire). A program is BLOCK elements of a
+        segment.
     """
     number = tl.program_id(0)
     row = segments + 3 * tl.load(blocks + 2 * number)

@@ -45,7 +45,8 @@ def paged_activation_backward(
     """Gradients of the pre-activations of every page of a wave, the activations again, partial sums for the probs.
 
     Formula: g = dy Wd^T;  dh = act'(h) (probs g);  a = probs act(h);  dprobs = sum over r of act(h) g.
-    Shapes: dy [N, hidden], Wd [r, hidden] a page, h and dh [n, M' r], a [n, r], partials [tiles of r, rows of the wave].
+    Shapes: dy [N, hidden], Wd [r, hidden] a page, h and dh [n, M' r], a [n, r],
+        partials [tiles of r, rows of the wave].
     Layout: h lies in the flat pre-activations, dh and a in the page's block of the wave. Every tile of r writes its own
         row of partials, which are added up in a fixed order later. A program is one tile of n x r.
     """

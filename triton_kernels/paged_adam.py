@@ -37,14 +37,14 @@ def paged_adam(
 ):
     """Some steps of Adam on every segment of a call, all but the last with a zero gradient.
 
-    Formula: for each record  p *= 1 - lr wd  (decoupled; else g = fma(wd, p, g));  m = fma(1 - b1, g - m, m)  (b1 <= 1/2:
-        fma(m - g, b1, g));
+    Formula: for each record  p *= 1 - lr wd  (decoupled; else g = fma(wd, p, g));
+        m = fma(1 - b1, g - m, m)  (b1 <= 1/2: fma(m - g, b1, g));
         v = fma(1 - b2, g g, b2 v);  p = fma(-lr / (1 - b1^t), m / (sqrt(v) / sqrt(1 - b2^t) + eps), p).
     Shapes: p, m, v fp32 [n], g [n] of dtype GRADIENT (none: zero in the last step, too), weight [n] of dtype WEIGHT,
         records fp32 [steps, 8].
-    Layout: a row of ``segments`` holds the addresses of p, m, v, g, weight (0 for none), n, first record, records. Without
-        m and v moments are zeros and stay so. Division and root round correctly, nothing else is fused: the bits of
-        torch's foreach kernels. A program is BLOCK elements.
+    Layout: a row of ``segments`` holds the addresses of p, m, v, g, weight (0 for none), n, first record, records.
+        Where m and v are missing, moments are zeros and stay so. Division and root round correctly, nothing else is
+        fused: the bits of torch's foreach kernels. A program is BLOCK elements.
     """
     number = tl.program_id(0)
     row = segments + tl.load(blocks + 2 * number) * COLUMNS
@@ -66,7 +66,7 @@ def paged_adam(
         if CLIP:
             gradient = gradient * clip
     first, count = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
-    for step in range(0, count):
+    for step in range(count):
         scalars = records + (first + step) * SCALARS
         weight_decay = tl.load(scalars)
         g = tl.where(step == count - 1, gradient, 0.0)
@@ -100,7 +100,7 @@ def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 class AdamSegment:
     """Elements that are stepped together (flat, contiguous), and the steps that they take.
 
-    ``m`` and ``v`` None: zeros that stay zeros. ``g``: of the last record. ``weight``: where ``p`` is copied to, rounded.
+    ``m`` and ``v`` None: zeros that stay zeros. ``g``: of the last record. ``weight``: where ``p`` goes, rounded.
     """
 
     p: torch.Tensor

@@ -170,7 +170,13 @@ def launch_fc1(
 
     See :func:`paged_fc1`. Raises ValueError for a tensor that does not fit.
     """
-    require("x", x, dtype=(torch.float32, torch.bfloat16, torch.float16), device=wave.items.device, shape=(None, shape.hidden))
+    require(
+        "x",
+        x,
+        dtype=(torch.float32, torch.bfloat16, torch.float16),
+        device=wave.items.device,
+        shape=(None, shape.hidden),
+    )
     require("activated", activated, dtype=x.dtype, device=x.device)
     if activated.numel() < wave.block:
         raise ValueError(f"activated: {activated.numel()} elements, the wave needs {wave.block}")

@@ -40,7 +40,8 @@ def paged_slice_sum(
     """The sum over the pages of every expert of a wave, in slice order.
 
     Formula: out = sum_s left_s W_s, rounded once; a sum that other waves begin or end is carried in fp32.
-    Shapes: left_s [n, WIDE r] for the n tokens of the expert, W_s [WIDE r, hidden], out [N, hidden], carried [n, hidden].
+    Shapes: left_s [n, WIDE r] for the n tokens of the expert, W_s [WIDE r, hidden], out [N, hidden],
+        carried [n, hidden].
     Layout: left_s is the page's block of the wave, row-major; W_s begins SKIP r hidden elements into the page (SKIP 0:
         gate | up rows, 2 or 1: down rows). A program is one tile of n x hidden and walks the expert's pages.
     """

@@ -31,9 +31,7 @@ def permute_rows(x, source, scale, out, hidden, SCALE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def unpermute_rows(
-    y, position, weight, out, hidden, TOPK: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):
+def unpermute_rows(y, position, weight, out, hidden, TOPK: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """Every token's rows, weighted and summed.
 
     Formula: out[t] = sum_k weight[t, k] y[position[t, k]].
@@ -72,7 +70,7 @@ def row_products(y, position, grad, out, hidden, TOPK: tl.constexpr, BLOCK: tl.c
 
 
 def permute(x: torch.Tensor, source: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """``x[source] * scale`` as ``[N, hidden]``; see :func:`permute_rows`. Raises ValueError where tensors do not fit."""
+    """``x[source] * scale`` as ``[N, hidden]``; see :func:`permute_rows`. Raises ValueError for what does not fit."""
     require("x", x, dtype=_FLOATS, device=x.device, shape=(None, None))
     require("source", source, dtype=_INTS, device=x.device, shape=(None,))
     rows, hidden = source.shape[0], x.shape[1]

@@ -33,7 +33,7 @@ def probs_gradient(partials, out, items, chains, tiles, wave_rows, TILE: tl.cons
         row = items + number * COLUMNS
         neurons = tl.load(row + 6).to(tl.int32)
         source = partials + tl.load(row + 4) + rm
-        for _ in range(0, tl.cdiv(neurons, TILE)):
+        for _ in range(tl.cdiv(neurons, TILE)):
             total += tl.load(source, mask=in_m, other=0.0)
             source += wave_rows
     tl.store(into, total, mask=in_m)

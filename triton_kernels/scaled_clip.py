@@ -17,9 +17,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 @triton.jit(do_not_specialize_on_alignment=["segments", "blocks"])
-def scaled_clip(
-    segments, blocks, coefficients, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
+def scaled_clip(segments, blocks, coefficients, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Scales the gradients of every group that is to be clipped.
 
     Formula: g *= c[group]; where c is 1 nothing is read or written.

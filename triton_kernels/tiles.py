@@ -1,4 +1,4 @@
-"""Tile sizes of the paged products: fixed by dtype and device, never by timing, so that equal runs compute equal sums."""
+"""Tile sizes of the paged products: fixed by dtype and device, never by timing: equal runs compute equal sums."""
 
 from __future__ import annotations
 

@@ -117,7 +117,12 @@ def _upload(
     items: np.ndarray, chains: np.ndarray, tiles: np.ndarray, chain_tiles: np.ndarray, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """All tables in one copy."""
-    words = [items.reshape(-1), chains.reshape(-1), tiles.reshape(-1).view(np.int64), chain_tiles.reshape(-1).view(np.int64)]
+    words = [
+        items.reshape(-1),
+        chains.reshape(-1),
+        tiles.reshape(-1).view(np.int64),
+        chain_tiles.reshape(-1).view(np.int64),
+    ]
     flat = torch.from_numpy(np.concatenate(words))
     if device.type != "cpu":
         flat = flat.pin_memory().to(device, non_blocking=True)

@@ -88,7 +88,9 @@ def wants_triton(*, device: torch.device, choice: BackendChoice) -> bool:
     if not triton_available():
         if choice == "auto":
             return False
-        raise ValueError("compute.backend='triton': Triton is not installed; pip install 'megascale[kernels]', or 'torch'")
+        raise ValueError(
+            "compute.backend='triton': Triton is not installed; pip install 'megascale[kernels]', or 'torch'"
+        )
     if device.type != "cuda":
         from megascale_omni.kernels.interpreter import is_interpreted
 
@@ -107,7 +109,7 @@ def backend_for(*, device: torch.device, choice: BackendChoice) -> Backend:
         ValueError: kernels are asked for where they cannot run.
     """
     if wants_triton(device=device, choice=choice):
-        from megascale_omni.experts.triton_backend import TritonBackend
+        from megascale_omni.kernels.backend import TritonBackend
 
         return TritonBackend(device)
     from megascale_omni.experts.function import TorchBackend

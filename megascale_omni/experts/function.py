@@ -234,7 +234,7 @@ class _WeightGradients:
 
 
 class _Backward:
-    """One backward call in torch: the waves again, gradients of tokens and probabilities out, weight gradients into pages."""
+    """One backward call in torch: gradients of tokens and probabilities out, weight gradients into pages."""
 
     def __init__(
         self,

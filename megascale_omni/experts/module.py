@@ -29,8 +29,8 @@ class PagedExperts(torch.nn.Module):
     Args:
         manager: owner of the pages. path: the module's path in the model, its identity. layout: sizes of an expert and
         their cut. num_experts: local experts. dtypes: dtype of each plane. activation: frozen description. style: stock
-        class whose names are used. products, workspace: shared by all modules of a process. backend: who computes; torch
-        where None.
+        class whose names are used. products, workspace: shared by all modules of a process. backend: who computes
+        (torch where None).
 
     Raises:
         ValueError: the activation is gated and the layout is not, or the other way round; a style that does not fit.
@@ -57,9 +57,7 @@ class PagedExperts(torch.nn.Module):
         self.names = NamedTensors(layout=layout, num_experts=num_experts, style=style)
         self.manager = manager
         self.pages = manager.add_module(path=path, layout=layout, num_experts=num_experts, dtypes=dtypes)
-        self.context = ExpertsContext(
-            manager, self.pages, activation, products, workspace, backend or TorchBackend()
-        )
+        self.context = ExpertsContext(manager, self.pages, activation, products, workspace, backend or TorchBackend())
         self.trainable = True
         self._anchor = torch.zeros((), device=manager.arena.device, requires_grad=True)
 

@@ -58,6 +58,18 @@ class AdamArithmetic(Protocol):
         """Applies ``idle`` for each record in order."""
         ...
 
+    def advance(
+        self,
+        *,
+        p: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        records: Sequence[StepRecord],
+    ) -> None:
+        """Applies ``records`` in order: the last one with gradient ``g``, the others (None: all) with zero."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepScalars:
@@ -88,7 +100,27 @@ class StepScalars:
         )
 
 
-class _UnfusedAdam:
+class _InSteps:
+    """Missed steps first, then the one with a gradient: for arithmetics without a pass for both."""
+
+    def advance(
+        self: AdamArithmetic,
+        *,
+        p: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        records: Sequence[StepRecord],
+    ) -> None:
+        """See :class:`AdamArithmetic`."""
+        missed = records if g is None else records[:-1]
+        if missed:
+            self.replay(p=p, m=m, v=v, records=missed)
+        if g is not None and records:
+            self.step(p=p, m=m, v=v, g=g, record=records[-1])
+
+
+class _UnfusedAdam(_InSteps):
     """torch's single-tensor Adam, which its ``foreach`` form equals bit for bit."""
 
     name: str
@@ -158,7 +190,7 @@ class TorchAdam(_UnfusedAdam):
     decoupled = False
 
 
-class _FusedAdam:
+class _FusedAdam(_InSteps):
     """torch's fused kernels; see [Note: cutting tensors]."""
 
     name: str
@@ -224,7 +256,13 @@ _BY_DECOUPLED_AND_FUSED: dict[tuple[bool, bool], type[_UnfusedAdam] | type[_Fuse
 
 
 def arithmetic_for(
-    *, decoupled: bool, fused: bool, amsgrad: bool = False, dtype: torch.dtype = torch.float32
+    *,
+    decoupled: bool,
+    fused: bool,
+    amsgrad: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    kernels: bool = False,
 ) -> AdamArithmetic:
     """The arithmetic that matches a dense torch optimizer.
 
@@ -233,6 +271,8 @@ def arithmetic_for(
         fused: whether the dense optimizer is ``fused=True``.
         amsgrad: of the dense optimizer; refused.
         dtype: of the parameters that the optimizer steps (the masters, where there are any).
+        device: of the dense parameters; on CUDA torch's foreach kernels step them, unless they are fused.
+        kernels: whether pages on the device are stepped by a Triton kernel in these bits.
 
     Raises:
         ValueError: a combination whose missed steps cannot be replayed exactly.
@@ -244,6 +284,10 @@ def arithmetic_for(
             f"an optimizer that steps {dtype} parameters is not supported with paged experts: keep fp32 master weights "
             f"(with Megatron: train in fp32 or --bf16, not --fp16 or --use-precision-aware-optimizer)"
         )
+    if device is not None and device.type == "cuda" and not fused:
+        from megascale_omni.optimizer.cuda_arithmetic import CudaAdam, CudaAdamW
+
+        return (CudaAdamW if decoupled else CudaAdam)(kernels=kernels)
     return _BY_DECOUPLED_AND_FUSED[decoupled, fused]()
 
 

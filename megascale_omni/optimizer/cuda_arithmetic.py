@@ -60,7 +60,7 @@ class _CudaAdam:
         g: torch.Tensor | None,
         records: Sequence[StepRecord],
     ) -> None:
-        """Applies ``records`` in order in one pass; the last one with gradient ``g``, the others (None: all) with zero."""
+        """See :class:`AdamArithmetic`. One pass over memory."""
         tensors = {"p": p, "m": m, "v": v} if g is None else {"p": p, "m": m, "v": v, "g": g}
         check_tensors(**tensors)
         if not records or not p.numel():
@@ -74,7 +74,7 @@ class _CudaAdam:
         else:
             _require_fused_multiply_add()
             for parts in chunks(*tensors.values()):
-                self._on_host(*parts[:3], None if g is None else parts[3], records)
+                self._on_host(parts[0], parts[1], parts[2], None if g is None else parts[3], records)
 
     def _on_host(
         self,
@@ -156,6 +156,6 @@ def fuses_multiply_add() -> bool:
 def _require_fused_multiply_add() -> None:
     if not fuses_multiply_add():
         raise ValueError(
-            "this processor has no fused multiply-add in torch's kernels, which stepping the pages of a CUDA run in host "
-            "memory needs; use --megascale-optimizer-device device"
+            "this processor has no fused multiply-add in torch's kernels, which stepping the pages of a CUDA run in "
+            "host memory needs; step them on the device"
         )

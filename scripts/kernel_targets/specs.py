@@ -65,7 +65,7 @@ def _products(target: str) -> Iterator[Spec]:
     for name, dtype in DTYPES.items():
         tiles, data = tiles_for(dtype, target=target), f"*{name}:16"
         common: Arguments = {"hidden": HIDDEN, "PRECISION": "ieee"}
-        variants = [("silu", True, None, True)]
+        variants: list[tuple[str, bool, float | None, bool]] = [("silu", True, None, True)]
         if name == "bf16":
             variants += [("gelu", False, None, True), ("quick_gelu", True, 7.0, True), ("silu", True, None, False)]
         for kind, gated, clamp, divisible in variants:
@@ -157,13 +157,22 @@ def _elementwise(target: str) -> Iterator[Spec]:
             paged_adam.paged_adam,
             f"paged_adam {'decoupled' if decoupled else 'l2'}",
             target,
-            {"segments": TABLE, "blocks": TABLE, "records": "*fp32", "clip": "fp32", "DECOUPLED": decoupled, "CLIP": True}
+            {
+                "segments": TABLE,
+                "blocks": TABLE,
+                "records": "*fp32",
+                "clip": "fp32",
+                "DECOUPLED": decoupled,
+                "CLIP": True,
+            }
             | {"GRADIENT": tl.bfloat16, "WEIGHT": tl.bfloat16, "ALIGNED": True, "BLOCK": paged_adam.BLOCK},
             {"num_warps": 4, "enable_fp_fusion": False},  # as it is launched
             exact=True,
         )
     pages: Arguments = {"ALIGNED": True}
-    yield Spec(page_copy.page_copy, "page_copy", target, {"addresses": TABLE, "words": "i32:16", "BLOCK": page_copy.BLOCK})
+    yield Spec(
+        page_copy.page_copy, "page_copy", target, {"addresses": TABLE, "words": "i32:16", "BLOCK": page_copy.BLOCK}
+    )
     yield Spec(
         page_checksum.page_checksum,
         "page_checksum",
@@ -212,7 +221,8 @@ def _elementwise(target: str) -> Iterator[Spec]:
         permute_rows.unpermute_rows,
         "unpermute_rows",
         target,
-        {"y": "*bf16:16", "position": "*i32:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8, "WEIGHT": True} | rows,
+        {"y": "*bf16:16", "position": "*i32:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8, "WEIGHT": True}
+        | rows,
     )
     yield Spec(
         permute_rows.row_products,

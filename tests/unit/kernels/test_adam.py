@@ -64,7 +64,8 @@ def reference_step(p, m, v, g, record: StepRecord, decoupled: bool) -> tuple[np.
 def test_both_are_the_formula_rounded_where_it_says(kind):
     tensors, g = state(700), torch.randn(700)
     record = StepRecord(step=7, lr=3e-3, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8)
-    expected = reference_step(*(t.numpy() for t in tensors.values()), g.numpy(), record, kind.decoupled)
+    p, m, v = (tensor.numpy() for tensor in tensors.values())
+    expected = reference_step(p, m, v, g.numpy(), record, kind.decoupled)
     for kernels in (False, True):
         found = copy_of(tensors)
         kind(kernels=kernels).step(**found, g=g, record=record)
@@ -75,7 +76,10 @@ def test_both_are_the_formula_rounded_where_it_says(kind):
 def test_segments_of_many_pages_are_stepped_in_one_launch_each_with_its_own_steps():
     history = records(9)
     pages = [state(numel) for numel in (40, 1500, 8)]
-    expected, gradients = [copy_of(page) for page in pages], [torch.randn(40).bfloat16(), None, torch.randn(8).bfloat16()]
+    expected, gradients = (
+        [copy_of(page) for page in pages],
+        [torch.randn(40).bfloat16(), None, torch.randn(8).bfloat16()],
+    )
     weights = [torch.empty(page["p"].numel(), dtype=torch.bfloat16) for page in pages]
     steps = [history[3:4], history[:9], history[2:5]]
     clip = 0.37

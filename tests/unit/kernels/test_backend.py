@@ -1,5 +1,7 @@
 """Experts computed by kernels are the experts that autograd computes: every access checked, wherever waves end."""
 
+import itertools
+import os
 from typing import get_args
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from megascale_omni.experts.activation import Activation, Kind
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.triton_backend import TritonBackend
+from megascale_omni.kernels.backend import TritonBackend
 from megascale_omni.paging import batches
 from megascale_omni.paging.tiers import TierKind
 from tests.unit.experts.paged import FFN, GELU, SWIGLU, Batch, paged, random_batch, small_experts
@@ -24,6 +26,13 @@ ROUTINGS = {
     "multiples of a tile": (16, 32, 16, 48),
     "none": (0, 0, 0, 0),
 }
+WHOLE = bool(os.environ.get("MEGASCALE_KERNELS_WHOLE"))
+"""Every combination; the suite runs a sample in which every value occurs."""
+CUTS: list[tuple[int, str | int]] = [(16, 11), (20, "backward")]  # rows a page (a short last one, equal ones), order
+BF16 = [(SWIGLU, torch.float32), (GELU, False), (CLAMPED, torch.bfloat16), (SWIGLU, torch.bfloat16)]
+if WHOLE:
+    CUTS = list(itertools.product((16, 20, FFN), ("forward", "backward", 11)))
+    BF16 = list(itertools.product(ACTIVATIONS, (torch.float32, torch.bfloat16, False)))
 FORWARD = ["paged_fc1", "paged_slice_sum"]
 BACKWARD = ["paged_activation_backward", "paged_weight_gradient", "paged_weight_gradient"]
 
@@ -62,19 +71,19 @@ def test_fp32_every_kind_of_expert(activation):
     assert_exact(activation, random_batch((5, 0, 17, 3)), rows=FFN, bias=True)
 
 
-@pytest.mark.parametrize("order", ["backward", 11])
-@pytest.mark.parametrize("rows", [16, 20], ids=["short last page", "equal pages"])
+@pytest.mark.parametrize(("rows", "order"), CUTS)
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS.keys())
 def test_fp32_every_routing_and_cut_in_any_order_of_programs(counts, rows, order):
     assert_exact(SWIGLU, random_batch(counts), rows=rows, order=order)
+    if WHOLE:
+        assert_exact(GELU, random_batch(counts, probs=False), rows=rows, order=order, bias=True)
 
 
 def test_fp32_without_probabilities_and_ungated_with_an_odd_page():
     assert_exact(GELU, random_batch((7, 0, 1, 20), probs=False), rows=7)
 
 
-@pytest.mark.parametrize("probs", [torch.float32, torch.bfloat16, False], ids=lambda p: str(p).removeprefix("torch."))
-@pytest.mark.parametrize("activation", [SWIGLU, GELU, CLAMPED], ids=name_of)
+@pytest.mark.parametrize(("activation", "probs"), BF16, ids=[f"{name_of(a)}-probs {p}" for a, p in BF16])
 def test_bf16_loses_no_more_than_stock_in_two_halves(activation, probs):
     counts = (40, 0, 70, 3)
     batch = random_batch(counts, probs=probs, dtype=torch.bfloat16)
@@ -117,6 +126,8 @@ def test_one_launch_a_product_serves_all_pages_of_a_wave():
 
 def test_tokens_of_another_dtype_than_the_weights_are_refused():
     experts, batch = kernel_experts(), random_batch((5, 2, 17, 3), dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"tokens: dtype torch.bfloat16, the weights of this module have torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"tokens: dtype torch.bfloat16, the weights of this module have torch.float32"
+    ):
         experts(batch.x, batch.counts, batch.probs)
     assert not experts.manager.table.pins.any()

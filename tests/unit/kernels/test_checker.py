@@ -42,9 +42,9 @@ def test_an_access_behind_a_tensor_is_seen_though_memory_is_there():
     x, out = storage[:20], torch.zeros(20)
     with checked():
         copy[(2,)](x, out, 20, SHIFT=0, MASKED=True, BLOCK=16)
-        with pytest.raises(Exception, match="program .1, 0, 0. loads 12 of 16 addresses outside every tensor"):
+        with pytest.raises(Exception, match=r"program .1, 0, 0. loads 12 of 16 addresses outside every tensor"):
             copy[(2,)](x, out, 20, SHIFT=0, MASKED=False, BLOCK=16)
-        with pytest.raises(Exception, match="loads 1 of 16 addresses outside"):
+        with pytest.raises(Exception, match=r"loads 1 of 16 addresses outside"):
             copy[(1,)](x, out, 20, SHIFT=-1, MASKED=True, BLOCK=16)
 
 
@@ -53,11 +53,11 @@ def test_programs_that_meet_are_seen_unless_both_add_atomically():
     with checked():
         meet[(3,)](out, ATOMIC=True)
         assert out.item() == 3
-        with pytest.raises(Exception, match="program .1, 0, 0. stores what program .0, 0, 0. touched"):
+        with pytest.raises(Exception, match=r"program .1, 0, 0. stores what program .0, 0, 0. touched"):
             meet[(2,)](out, ATOMIC=False)
-        with pytest.raises(Exception, match="loads what|stores what"):
+        with pytest.raises(Exception, match=r"loads what|stores what"):
             neighbours[(3,)](torch.zeros(4))
-        with pytest.raises(Exception, match="stores twice"):
+        with pytest.raises(Exception, match=r"stores twice"):
             twice[(1,)](torch.zeros(2))
 
 
@@ -76,5 +76,5 @@ def test_what_is_reached_through_a_table_must_be_named():
     with checked(reachable=[page]):
         through[(1,)](table, out)
     assert out.item() == 1
-    with checked(), pytest.raises(Exception, match="outside every tensor"):
+    with checked(), pytest.raises(Exception, match=r"outside every tensor"):
         through[(1,)](table, out)

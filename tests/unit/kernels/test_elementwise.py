@@ -1,4 +1,4 @@
-"""Kernels that work element by element: every value against plain torch, every access checked, any order of programs."""
+"""Kernels that work element by element: values against plain torch, every access checked, any order of programs."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,9 @@ from tests.unit.kernels.checker import checked
 ORDERS = pytest.mark.parametrize("order", ["forward", "backward", 7])
 
 
-def pages_of(count: int, numel: int, dtype: torch.dtype = torch.float32, *, stride: int | None = None) -> list[torch.Tensor]:
+def pages_of(
+    count: int, numel: int, dtype: torch.dtype = torch.float32, *, stride: int | None = None
+) -> list[torch.Tensor]:
     """Pages in slots that are larger than they are, as in an arena: an access behind a page is inside no tensor."""
     stride = stride or -(-numel // 8) * 8 + 8
     arena = torch.randn(count, stride).to(dtype)
@@ -41,17 +43,17 @@ def test_pages_are_copied_gathered_and_scattered(numel, dtype, order):
 
 def test_pages_that_do_not_fit_are_refused():
     pages = pages_of(2, 64)
-    with pytest.raises(ValueError, match="targets: 1 pages for 2 sources"):
+    with pytest.raises(ValueError, match=r"targets: 1 pages for 2 sources"):
         copy_pages(pages, pages[:1])
-    with pytest.raises(ValueError, match="target: 32 elements, must be 64"):
+    with pytest.raises(ValueError, match=r"target: 32 elements, must be 64"):
         copy_pages(pages[:1], [pages[1][:32]])
-    with pytest.raises(ValueError, match="target: dtype torch.bfloat16, must be torch.float32"):
+    with pytest.raises(ValueError, match=r"target: dtype torch.bfloat16, must be torch.float32"):
         copy_pages(pages[:1], [pages[1].bfloat16()])
-    with pytest.raises(ValueError, match="source: address 0x[0-9a-f]+, must be a multiple of 16 bytes"):
+    with pytest.raises(ValueError, match=r"source: address 0x[0-9a-f]+, must be a multiple of 16 bytes"):
         copy_pages([pages[0][1:]], [pages[1][1:]])
-    with pytest.raises(ValueError, match="bytes a page, must be a multiple of 4"):
+    with pytest.raises(ValueError, match=r"bytes a page, must be a multiple of 4"):
         copy_pages(pages_of(1, 3, torch.bfloat16), pages_of(1, 3, torch.bfloat16))
-    with pytest.raises(ValueError, match="out: shape"):
+    with pytest.raises(ValueError, match=r"out: shape"):
         gather_pages(pages, torch.empty(3, 64))
 
 
@@ -158,7 +160,9 @@ def test_rows_are_permuted_and_come_back_weighted(hidden, dtype, order):
     assert torch.equal(rows, x[source])
     expected = (rows[position].float() * weight.unsqueeze(-1)).sum(1)
     torch.testing.assert_close(back.float(), expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-5)
-    torch.testing.assert_close(dweight, (rows[position].float() * back.float().unsqueeze(1)).sum(-1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        dweight, (rows[position].float() * back.float().unsqueeze(1)).sum(-1), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_dropped_rows_are_zeros_and_a_scale_is_applied():
@@ -169,7 +173,7 @@ def test_dropped_rows_are_zeros_and_a_scale_is_applied():
     position = torch.tensor([[1, -1], [-1, -1]])
     assert torch.equal(unpermute(x, position), torch.stack([x[1], torch.zeros(20)]))
     assert weight_gradient(x, position, torch.ones(2, 20)).tolist()[1] == [0.0, 0.0]
-    with pytest.raises(ValueError, match="source: dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"source: dtype torch.float32"):
         permute(x, scale)
-    with pytest.raises(ValueError, match="x: strides"):
+    with pytest.raises(ValueError, match=r"x: strides"):
         permute(x.t(), source)

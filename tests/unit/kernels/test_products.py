@@ -45,7 +45,8 @@ def tables(weights: list[torch.Tensor], gradients: list[torch.Tensor] | None = N
 def fc1(x, wave, *, index=None, probs=None, pre=None, activated=None, debug=False):
     activated = torch.empty(wave.block, dtype=x.dtype) if activated is None else activated
     launch_fc1(
-        x=x, probs=probs, index=index, pre=pre, activated=activated, wave=wave, shape=SHAPE, tile=INTERPRETED.fc1, debug=debug
+        x=x, probs=probs, index=index, pre=pre, activated=activated, wave=wave, shape=SHAPE, tile=INTERPRETED.fc1,
+        debug=debug,
     )  # fmt: skip
     return activated
 
@@ -94,17 +95,19 @@ def test_gradients_are_added_where_there_are_some_and_stored_where_they_are_fres
 
 def test_a_page_that_is_not_resident_is_refused_and_traps_in_the_kernel():
     weights = pages(2)
-    with pytest.raises(ValueError, match="weight page of expert 0, slice 0: address 0, the page is not resident"):
+    with pytest.raises(ValueError, match=r"weight page of expert 0, slice 0: address 0, the page is not resident"):
         tables(weights, weight_address=0)
-    with pytest.raises(ValueError, match="weight page of expert 0, slice 0: address 0x.*must be a multiple of 16 bytes"):
+    with pytest.raises(
+        ValueError, match=r"weight page of expert 0, slice 0: address 0x.*must be a multiple of 16 bytes"
+    ):
         tables(weights, weight_address=weights[0].data_ptr() + 4)
     wave = tables(weights)
     wave.items[1, 0] = 0
-    with pytest.raises(Exception, match="a page that is not resident is read"):
+    with pytest.raises(Exception, match=r"a page that is not resident is read"):
         fc1(torch.randn(21, HIDDEN), wave, debug=True)
     wave = tables(weights, pages(2))
     wave.items[0, 7] = 0
-    with pytest.raises(Exception, match="a gradient page that is not resident is written"):
+    with pytest.raises(Exception, match=r"a gradient page that is not resident is written"):
         weight_gradient(torch.randn(21 * 2 * NEURONS), torch.randn(21, HIDDEN), wave)
 
 
@@ -113,26 +116,28 @@ def test_what_does_not_fit_is_refused_by_name():
     wave, x = tables(weights), torch.randn(21, HIDDEN)
     with pytest.raises(ValueError, match=r"x: shape \(21, 39\), must be \(any, 40\)"):
         fc1(x[:, 1:].contiguous(), wave)
-    with pytest.raises(ValueError, match="x: strides"):
+    with pytest.raises(ValueError, match=r"x: strides"):
         fc1(torch.randn(HIDDEN, 21).t(), wave)
-    with pytest.raises(ValueError, match="x: dtype torch.float64"):
+    with pytest.raises(ValueError, match=r"x: dtype torch.float64"):
         fc1(x.double(), wave)
-    with pytest.raises(ValueError, match="x: on meta, must be on cpu"):
+    with pytest.raises(ValueError, match=r"x: on meta, must be on cpu"):
         fc1(x.to("meta"), wave)
-    with pytest.raises(ValueError, match="index: dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"index: dtype torch.float32"):
         fc1(x, wave, index=torch.rand(21))
-    with pytest.raises(ValueError, match="activated: 10 elements, the wave needs 504"):
+    with pytest.raises(ValueError, match=r"activated: 10 elements, the wave needs 504"):
         fc1(x, wave, activated=torch.empty(10))
-    with pytest.raises(ValueError, match="pre: dtype torch.bfloat16, must be torch.float32"):
+    with pytest.raises(ValueError, match=r"pre: dtype torch.bfloat16, must be torch.float32"):
         fc1(x, wave, pre=torch.empty(1008, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="gradient: dtype torch.bfloat16, must be torch.float32 or torch.float32"):
+    with pytest.raises(ValueError, match=r"gradient: dtype torch.bfloat16, must be torch.float32 or torch.float32"):
         weight_gradient(torch.randn(1008), x, wave, gradient=torch.bfloat16)
-    with pytest.raises(ValueError, match="left: 9 elements, the wave needs 1008"):
+    with pytest.raises(ValueError, match=r"left: 9 elements, the wave needs 1008"):
         weight_gradient(torch.randn(9), x, wave)
     carried = torch.empty(18, HIDDEN)
-    sums = {"wave": wave, "shape": SHAPE, "matrix": "down", "tile": INTERPRETED.slice_sum}
-    with pytest.raises(ValueError, match="carried_in and carried_out: one buffer"):
-        launch_slice_sum(left=torch.randn(504), out=x, carried_in=carried, carried_out=carried, **sums)
+    with pytest.raises(ValueError, match=r"carried_in and carried_out: one buffer"):
+        launch_slice_sum(
+            left=torch.randn(504), out=x, carried_in=carried, carried_out=carried, wave=wave, shape=SHAPE,
+            matrix="down", tile=INTERPRETED.slice_sum,
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"partials: shape \(1, 21\), must be \(2, 21\)"):
         launch_activation_backward(
             grad_y=x, probs=torch.rand(21), pre=torch.randn(1008), activated=None, grad_pre=torch.empty(1008),
