@@ -148,6 +148,8 @@ def _forward(
     flat = x_Nh.new_empty(numel) if keep else context.workspace.take("pre_activations", (numel,), x_Nh.dtype)
     call = context.backend.forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
     phase = _forward_phase(keep)
+    if phase is Phase.FORWARD:
+        context.manager.routed(context.module, rows.counts)
     for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
         call.wave(wave)
     return y_Nh, flat
