@@ -22,7 +22,7 @@ class TileConfig:
     @property
     def launch(self) -> dict[str, int]:
         """Triton's launch options."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)

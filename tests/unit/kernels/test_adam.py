@@ -7,6 +7,8 @@ import torch
 from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdam, CudaAdamW, fuses_multiply_add
 from megascale_omni.optimizer.history import StepRecord
+from megascale_omni.paging.planes import Plane
+from scripts.measurements.paging_adam import CASES, pair_of
 from tests.unit.optimizer.test_arithmetic import assert_same_bits, records
 
 KINDS = pytest.mark.parametrize("kind", [CudaAdamW, CudaAdam], ids=lambda kind: kind.name)
@@ -134,3 +136,20 @@ def test_what_does_not_fit_is_refused_by_name(change, message):
     page = {name: torch.zeros(8) for name in "pmv"} | change
     with pytest.raises(ValueError, match=message):
         launch_adam([AdamSegment(**page, records=records(1))], decoupled=True)
+
+
+def trained(kernels: bool, folder) -> dict[str, torch.Tensor]:
+    """Weights and moments after steps in which experts are seldom active, under the smallest budget."""
+    with pair_of(CASES["AdamW bf16"], folder) as pair:
+        pair.adam.arithmetic = CudaAdamW(kernels=kernels)
+        for step in range(12):
+            pair.step([step % 3, 5] if step % 4 else [])
+        assert min(pair.last_steps) < 12  # some pages are behind
+        planes = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
+        return {f"{plane.name} {n}": t for plane in planes for n, t in pair.adam.dense(pair.experts, plane).items()}
+
+
+def test_deferred_steps_by_the_kernel_are_those_of_the_host(tmp_path):
+    by_kernel, on_host = trained(True, tmp_path), trained(False, tmp_path)
+    for name, tensor in on_host.items():
+        assert torch.equal(by_kernel[name], tensor), name
