@@ -25,7 +25,7 @@ def draw_clipping(record: ClipRecord, path: str | Path) -> None:
     if any(norm > 0 for module in record.modules for norm in module.norms):
         norms.set_yscale("log")
     norms.set(title="gradient norm before clipping; dashed: threshold", ylabel="norm")
-    norms.legend(fontsize=8, ncols=2)
+    norms.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.06))
     spread.set(title="coefficient of variation (GVC)", ylabel="std(g) / mean(|g|)")
     ratios.set(title="clip ratio: what gradients were multiplied by", ylabel="ratio", xlabel="step", ylim=(0, 1.05))
     losses.plot(steps, record.losses, color="#000000", linewidth=1.2, label="loss")
@@ -34,7 +34,7 @@ def draw_clipping(record: ClipRecord, path: str | Path) -> None:
     alpha.plot(steps, record.alphas, color="#d55e00", linewidth=1.2, drawstyle="steps-post", label="alpha")
     alpha.set(ylabel="alpha", ylim=(-0.05, 1.05))
     lines = [*losses.get_lines(), *alpha.get_lines()]
-    losses.legend(lines, [str(line.get_label()) for line in lines], fontsize=8)
+    losses.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="center right")
     for axes in (norms, spread, ratios, losses):
         axes.grid(alpha=0.3)
         for step, _ in record.non_finite:

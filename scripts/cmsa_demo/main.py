@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="how many (default 5)")
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="of each run (default 400)")
     args = parser.parse_args(argv)
-    if args.seeds < 1 or args.steps < 60:
-        parser.error(f"--seeds {args.seeds} --steps {args.steps}: give at least 1 seed and 60 steps")
+    if args.seeds < 1 or args.steps < 45:
+        parser.error(f"--seeds {args.seeds} --steps {args.steps}: give at least 1 seed and 45 steps")
     torch.use_deterministic_algorithms(True)
     runs = compare(seeds=args.seeds, steps=args.steps)
     print(table(runs))
