@@ -38,7 +38,8 @@ def parse_bytes(value: object, *, key: str) -> int:
         return value
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{key}={value!r} is not a size; write bytes or a unit, e.g. 16MiB, 8GiB, 1048576")
+        also = ", or a part of all pages, e.g. 25%" if "budget" in key else ""
+        raise ValueError(f"{key}={value!r} is not a size; write bytes or a unit, e.g. 16MiB, 8GiB, 1048576{also}")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

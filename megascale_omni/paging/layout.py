@@ -112,7 +112,7 @@ class PageLayout:
 
     @classmethod
     def for_page_bytes(cls, shape: ExpertShape, *, page_bytes: int, dtype: torch.dtype) -> PageLayout:
-        """The cut whose weight page has at most ``page_bytes`` bytes; never more than one expert a page.
+        """The fewest pages an expert whose weights have at most ``page_bytes`` bytes each, as equal as tiles allow.
 
         Raises:
             ValueError: ``page_bytes`` outside 64 KiB - 64 MiB, or too small for one tile of neurons of this expert.
@@ -132,6 +132,9 @@ class PageLayout:
                 f"{shape.hidden} ({neuron_bytes} bytes a neuron in {dtype}); the smallest page size that works is "
                 f"{max(MIN_PAGE_BYTES, min(ROW_TILE, shape.ffn) * neuron_bytes)} bytes"
             )
+        if rows < shape.ffn:  # no more slices than that, but of one size: a short last page wastes its slot's tail
+            slices = -(-shape.ffn // rows)
+            rows = -(-shape.ffn // (slices * ROW_TILE)) * ROW_TILE
         return cls(shape=shape, rows=rows)
 
     @property

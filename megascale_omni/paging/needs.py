@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megascale_omni.paging.batches import batch_pages
 from megascale_omni.paging.budget import Budget, ClassNeed, smallest_budget
-from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.layout import MIN_PAGE_BYTES, SlotClass
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
 
@@ -40,8 +40,9 @@ def check_budget(budget: Budget, needs: dict[SlotClass, ClassNeed]) -> None:
     total = sum(need.pages * c.nbytes for c, need in needs.items())
     given, smallest = budget.bytes_of(total), smallest_budget(needs)
     if given < smallest:
+        smaller = any(c.nbytes > MIN_PAGE_BYTES for c in needs)
         raise ValueError(
             f"device budget {given} bytes is too small: the largest group of pages worked on together needs {smallest} "
-            f"bytes ({100 * smallest / total:.1f}% of all pages); use --megascale-device-budget {smallest} or more, or "
-            "smaller pages (--megascale-page-size)"
+            f"bytes ({100 * smallest / total:.1f}% of all pages); use --megascale-device-budget {smallest} or more"
+            + (", or smaller pages (--megascale-page-size)" if smaller else "")
         )

@@ -67,6 +67,8 @@ def _report_once(error: LocalUsageError) -> None:
 def _quieten(first: bool) -> None:
     """Leave out what stock says on every start about packages that are not needed here."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of what stock calls
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`?torch\.distributed\.")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if not first:
         warnings.simplefilter("ignore")
