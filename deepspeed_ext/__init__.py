@@ -4,8 +4,9 @@
 ``deepspeed.initialize`` and the training loop stay as they are. :func:`disable` takes it back.
 """
 
+from deepspeed_ext.building import init
 from deepspeed_ext.patches import disable, enable, is_enabled
 
-__all__ = ["disable", "enable", "is_enabled"]
+__all__ = ["disable", "enable", "init", "is_enabled"]
 
 enable()

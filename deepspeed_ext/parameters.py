@@ -39,6 +39,24 @@ class Places:
                 f"and {group}; with megascale the experts of a module share one group"
             )
 
+    def fill(self, modules: Iterable[DeepSpeedExperts], groups: list[Group]) -> None:
+        """Places for modules that were built in pages, which no list has ever held.
+
+        Raises:
+            ValueError: groups with different settings, so that nobody can tell theirs.
+        """
+        for experts in modules:
+            if experts in self.weights or not experts.trainable:
+                continue
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            if any(one != settings[0] for one in settings):
+                raise ValueError(
+                    f"{experts.path} was built in pages, and the optimizer has parameter groups with different "
+                    "settings: which one it belongs to cannot be told; use one group, or build the model without "
+                    "deepspeed_ext.init"
+                )
+            self.weights[experts] = self.biases[experts] = 0
+
     def binding(self, experts: DeepSpeedExperts) -> GroupBinding | None:
         """The module's groups; None where the optimizer was not given it."""
         if experts not in self.weights:

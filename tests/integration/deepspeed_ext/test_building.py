@@ -1,0 +1,28 @@
+"""Models that are built, loaded and published with their experts in pages."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.deepspeed_runs.models import Size
+from scripts.deepspeed_runs.proof import Case
+from tests.distributed.pool import Pools
+from tests.integration.deepspeed_ext import building
+
+
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 3), ("gpt_oss", 1), ("qwen3_moe", 2)])
+def test_loaded_in_pages_is_loaded_the_same(pools: Pools, tmp_path: Path, family: str, stage: int) -> None:
+    case = Case(family=family, stage=stage, size=Size(experts=4))
+    pools[1].run(building.publish, case=case, folder=str(tmp_path))
+    for different in pools[2].run(building.loaded_both_ways, case=case, folder=str(tmp_path)):
+        assert different == []
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_random_weights_are_stocks(pools: Pools, family: str) -> None:
+    (different,) = pools[1].run(building.initialised_both_ways, case=Case(family=family, size=Size(experts=4)))
+    assert different == []
+
+
+def test_a_model_that_zero_has_partitioned(pools: Pools) -> None:
+    assert pools[2].run(building.zero_init, case=Case(size=Size(experts=4))) == [True, True]
