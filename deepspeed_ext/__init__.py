@@ -5,8 +5,9 @@
 """
 
 from deepspeed_ext.building import init
+from deepspeed_ext.export import export_hf
 from deepspeed_ext.patches import disable, enable, is_enabled
 
-__all__ = ["disable", "enable", "init", "is_enabled"]
+__all__ = ["disable", "enable", "export_hf", "init", "is_enabled"]
 
 enable()

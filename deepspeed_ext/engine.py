@@ -52,9 +52,8 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         run = moved.modules[0].run
         self.run = run
         self.modules_in_pages: list[DeepSpeedExperts] = moved.modules
-        self._built = [
-            experts for experts in moved.modules if all(experts is not one for one, _ in moved.owner.values())
-        ]
+        of_parameters = {id(experts) for experts, _ in moved.owner.values()}
+        self._built = [experts for experts in moved.modules if id(experts) not in of_parameters]
         self.experts_step: ExpertsStep | None = None
         self._places, optimizer, model_parameters = _remapped(moved, optimizer, model_parameters)
         self._in_step = False

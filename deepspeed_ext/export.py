@@ -22,8 +22,8 @@ Tensors = dict[str, torch.Tensor]
 def export_hf(engine: Any, folder: str | Path) -> None:  # noqa: ANN401 - DeepSpeed has no types
     """Writes the model as ``from_pretrained`` reads it: configuration, weights in the training dtype, index.
 
-    One module's experts are in memory at a time; other weights are gathered one by one under ZeRO 3. A collective of all
-    ranks; the first one writes.
+    One module's experts are in memory at a time; other weights are gathered one by one under ZeRO 3. A collective of
+    all ranks; the first one writes.
 
     Raises:
         RuntimeError: on every rank, where the first one could not write.

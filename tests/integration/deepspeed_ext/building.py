@@ -70,22 +70,22 @@ def zero_init(rank: int, world: int, *, case: Case) -> bool:
 
         import deepspeed_ext  # noqa: F401
 
+        case = replace(case, stage=3)
+        plain, config = configuration(case.family, case.size), case.config(megascale=True)
+        plain.pad_token_id = None  # whose row transformers would zero in a weight that is elsewhere
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(plain)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            partitioned = AutoModelForCausalLM.from_config(plain)
+        named = dict(partitioned.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=0):
+            for name, parameter in named.items():
+                if rank == 0:
+                    parameter.data.copy_(weights[name])
         losses: list[list[float]] = []
-        for partitioned in (False, True):
-            case = replace(case, stage=3)
-            config = case.config(megascale=True)
-            torch.manual_seed(3)
-            with deepspeed.zero.Init(config_dict_or_path=config, enabled=partitioned):
-                model = AutoModelForCausalLM.from_config(configuration(case.family, case.size))
-            if partitioned:  # the same weights: initialisation under zero.Init draws other numbers
-                named = dict(model.named_parameters())
-                with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=0):
-                    if rank == 0:
-                        for name, parameter in named.items():
-                            parameter.data.copy_(weights[name])
-            else:
-                weights = {name: value.clone() for name, value in model.state_dict().items()}
-            engine, *_ = deepspeed.initialize(model=model.train(), config=config)
+        for one in (model, partitioned):
+            engine, *_ = deepspeed.initialize(model=one.train(), config=config)
             losses.append([])
             for step in range(3):
                 for batch in batches_of(case, rank, world, step):

@@ -26,3 +26,17 @@ def test_random_weights_are_stocks(pools: Pools, family: str) -> None:
 
 def test_a_model_that_zero_has_partitioned(pools: Pools) -> None:
     assert pools[2].run(building.zero_init, case=Case(size=Size(experts=4))) == [True, True]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
+def test_a_plain_checkpoint(pools: Pools, tmp_path: Path, family: str) -> None:
+    """Under ZeRO 3, and with experts divided among ranks without it."""
+    cases = [
+        Case(family=family, stage=3, bf16=True, size=Size(experts=5)),
+        Case(family=family, size=Size(experts=5), section={"expert_parallel_size": 2}),
+    ]
+    for number, case in enumerate(cases):
+        folder = tmp_path / str(number)
+        assert pools[2].run(building.exported, case=case, folder=str(folder)) == [[], []]
+        assert (folder / "config.json").exists()
+        assert not list(folder.glob("*.new"))
