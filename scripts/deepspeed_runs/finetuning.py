@@ -26,8 +26,8 @@ PRESET = Size(vocabulary=VOCABULARY_SIZE, hidden=256, ffn=512, layers=4, heads=4
 class Job:
     """What to train, on what, how.
 
-    ``model``: folder of a published model, or None for random weights of ``family`` at ``size``. ``config``: DeepSpeed's;
-    its megascale section decides. Text is bytes where there is no tokenizer.
+    ``model``: folder of a published model, or None for random weights of ``family`` at ``size``. ``config``: of
+    DeepSpeed, whose megascale section decides. Text is bytes where there is no tokenizer.
     """
 
     config: Mapping[str, Any]
