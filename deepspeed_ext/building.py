@@ -83,13 +83,14 @@ class _Builder:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Patches for the length of the block."""
-        from transformers import PreTrainedModel, core_model_loading
+        from transformers import PreTrainedModel, core_model_loading, modeling_utils
 
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (torch.nn.Module, "register_parameter", self._register_parameter),
             (PreTrainedModel, "post_init", self._post_init),
             (PreTrainedModel, "_initialize_weights", self._initialize_weights),
             (core_model_loading, "set_param_for_module", self._set_param_for_module),
+            (modeling_utils, "safe_open", _reads_instead_of_mapping),
         ]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, _LOADS_IN_ORDER))
@@ -189,6 +190,13 @@ class _Builder:
             experts.take(expert, {n: value[expert : expert + 1] for n, value in arrived.items()})
         del self._arrived[module]
         self._paged[module] = experts
+
+
+def _reads_instead_of_mapping(stock: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Files are read a tensor at a time: mapped as stock maps them, all of them count as memory asked for."""
+    if options.get("backend") == "mmap":
+        options["backend"] = "pread"
+    return stock(*args, **options)
 
 
 def _around(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import checkpoint, fp32, support
@@ -224,6 +225,12 @@ def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) 
     Raises:
         ValueError: it was built under another configuration, or has no experts.
     """
+    native = [path for path, module in model.named_modules() if isinstance(module, MoE)]
+    if native:
+        raise ValueError(
+            f"{native[0]}: DeepSpeed's own MoE layer is not supported with megascale; use a Hugging Face model, or leave "
+            "the section out"
+        )
     built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
     if any(module.run.section != section for module in built):
         raise ValueError(

@@ -58,7 +58,7 @@ class Bench:
     def time_steps(
         self, config: Mapping[str, Any], size: Size, *, narrow: int | None, warmup: int, steps: int, length: int
     ) -> tuple[list[float], list[int]]:
-        """Seconds, and bytes read from and written to disks, of each step; ``narrow``: experts that the router may use."""
+        """Seconds of each step, and bytes read from and written to disks; ``narrow``: experts the router may use."""
         import deepspeed
 
         model = build(configuration("mixtral", size), seed=7)
