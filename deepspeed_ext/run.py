@@ -11,10 +11,10 @@ from deepspeed_ext.config import Section
 from deepspeed_ext.messages import said_in_json
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
+from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager
-from megascale_omni.paging.observation import Observation
 from megascale_omni.schedule import Schedule
 
 
@@ -70,8 +70,10 @@ class Run:
         products = products_for(device=device, choice=section.config.compute.cpu_products, workspace=workspace)
         options = paging_options(section.config.paging, device)
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
-        observe = section.config.observe
-        observation = Observation(manager, observe, rank=dist.get_rank(), world=dist.get_world_size())
+        heat, observe = section.config.heat, section.config.observe
+        observation = Observation(
+            manager, heat=heat, observe=observe, rank=dist.get_rank(), world=dist.get_world_size()
+        )
         return cls(section, manager, workspace, products, observation, ranks)
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
+from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.manager import ExpertManager
-from megascale_omni.paging.observation import Observation
 from megascale_omni.schedule import Schedule
 
 
@@ -36,7 +36,7 @@ class Runtime:
         options = paging_options(config.paging, device)
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        observation = Observation(manager, config.observe, rank=rank, world=world)
+        observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
         return cls(config, manager, workspace, products, observation)
 
     @property

@@ -87,8 +87,8 @@ class PagedExperts(torch.nn.Module):
         for slice_ in range(self.layout.num_slices):
             self.manager.create_ids(self.pages, Plane.WEIGHT, self.page_ids(Plane.WEIGHT, [(expert, slice_)]))
             with self.lease(Plane.WEIGHT, [(expert, slice_)]) as lease:
-                self.names.scatter(tensors, {(expert, slice_): lease.page(expert, slice_)})
                 lease.mark_dirty()
+                self.names.scatter(tensors, {(expert, slice_): lease.page(expert, slice_)})
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedExperts:
         """Freezes or unfreezes all experts of the module."""

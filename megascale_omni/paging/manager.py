@@ -7,6 +7,7 @@ module's experts (waves), the optimizer and exports sweep page by page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -76,11 +77,14 @@ class ExpertManager:
         self.arena = Arena(device=device, poison=poison)
         self.pager = Pager(self.table, self._tiers(device, mover), self.outlook)
         self.pager.on_move = self._forget_views
+        self._resize_to: Budget | None = None
         self.schedule.on_step(self.outlook.end_step)
+        self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
+        self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
@@ -145,6 +149,37 @@ class ExpertManager:
         if self.pager.tiers.disk is not None:
             check_budget(self.options.device_budget, class_needs(self._modules))
 
+    def resize(self, budget: Budget) -> None:
+        """Gives pages another device budget while training goes on; memory beyond it returns to the system.
+
+        Done at once where no lease is held, else at the next step's beginning; of several requests the last one counts.
+
+        Raises:
+            ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
+        """
+        if self.pager.tiers.disk is None:
+            raise ValueError(
+                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
+                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
+            )
+        check_budget(budget, class_needs(self._modules))
+        self._resize_to = budget
+        if not self.table.pins.any():
+            self._apply_resize()
+
+    def _apply_resize(self) -> None:
+        """Also returns what an earlier resize could not, for leases that were held."""
+        budget, self._resize_to = self._resize_to, None
+        if budget is None:
+            return
+        self.pager.settle()
+        self.options = replace(self.options, device_budget=budget)
+        self._share_budget()
+        for slot_class in self.arena.slot_classes():
+            self.pager.compact(slot_class)
+        if self.arena.device.type == "cuda":
+            torch.cuda.empty_cache()  # segments are the allocator's until it is told
+
     def _share_budget(self) -> None:
         needs = class_needs(self._modules)
         for slot_class, slots in share(self.options.device_budget, needs).items():
@@ -182,6 +217,9 @@ class ExpertManager:
 
     def drop(self, page_ids: np.ndarray) -> None:
         """Makes unpinned pages absent, wherever they are; their contents are gone."""
+        if len(page_ids):
+            self.before_write(page_ids)
+            self.table.changed[page_ids] = True
         self._drop(page_ids)
         for observer in self.observers if len(page_ids) else ():
             observer.dropped(page_ids)
@@ -220,9 +258,26 @@ class ExpertManager:
         """The same for page ids of one module and plane."""
         return Lease(self, module, plane, page_ids)
 
+    def routed(self, module: PagedModule, counts: Sequence[int]) -> None:
+        """A forward of a training step sends ``counts`` tokens to each expert: for those who keep heat."""
+        if self.observers:
+            tokens = np.asarray(counts, dtype=np.int64)
+            for observer in self.observers:
+                observer.routed(module.entry.module, tokens)
+
+    def send_away(self, page_ids: np.ndarray) -> None:
+        """Lets pages leave the device arena, without waiting; those that leases hold or that are on their way stay."""
+        if self.pager.can_evict:
+            self.pager.send_away(page_ids)
+
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""
-        self.pager.ensure(page_ids)
+        if self.pager.can_evict:
+            start = time.perf_counter_ns()
+            self.pager.ensure(page_ids)
+            self.pager.counts["stall_microseconds"] += (time.perf_counter_ns() - start) // 1000
+        else:
+            self.pager.ensure(page_ids)
         self.table.pin(page_ids)
         for observer in self.observers:
             observer.held(page_ids)
@@ -240,8 +295,10 @@ class ExpertManager:
             observer.released(page_ids)
 
     def mark_dirty(self, page_ids: np.ndarray) -> None:
-        """For leases: the holder wrote to these pages."""
+        """For leases: the holder is about to write to these pages, or is writing to them."""
+        self.before_write(page_ids)
         self.table.dirty[page_ids] = True
+        self.table.changed[page_ids] = True
         for observer in self.observers:
             observer.written(page_ids)
 

@@ -19,6 +19,10 @@ class Observer(Protocol):
         """A sweep over pages of a module begins (numbers from 0 in the module)."""
         ...
 
+    def routed(self, module: int, counts: np.ndarray) -> None:
+        """A forward of a training step sends ``counts`` tokens to each expert of a module."""
+        ...
+
     def reached(self, page: int) -> None:
         """All pages of the sweep's current group are held; ``page`` is the last of them (number in the module)."""
         ...

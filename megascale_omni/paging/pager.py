@@ -174,6 +174,35 @@ class Pager:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
         self.tiers.device.trim(slot_class)
 
+    def send_away(self, page_ids: np.ndarray) -> None:
+        """Starts the way out of pages that are here, free of leases and not on their way; the others stay."""
+        self._reap()
+        here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
+        for page_id in page_ids[here].tolist():
+            if page_id not in self._flights and page_id not in self._keep:
+                self._evict(page_id)
+
+    def compact(self, slot_class: SlotClass) -> int:
+        """Moves pages of a class together, so that whole segments return to the system; the bytes returned.
+
+        Pages that leases hold or that are on their way stay where they are. No page changes its tier or its bytes.
+        """
+        device, table = self.tiers.device, self.table
+        ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
+        owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
+        still = {s for s, p in owners.items() if table.pins[p] or p in self._flights}
+        still |= {flight.slot for flight in self._flights.values() if flight.target is TierKind.DEVICE}
+        for source, target in device.moves_to_compact(slot_class, still):
+            page_id = owners[source]
+            device.take(slot_class, target)
+            device.tensor(slot_class, target).copy_(device.tensor(slot_class, source))
+            self._left(page_id)
+            device.free(slot_class, source)
+            table.slot[page_id] = target
+            self._arrived(page_id, target)
+            self.counts["pages_moved"] += 1
+        return device.trim(slot_class)
+
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _is_away(self, page_id: int) -> bool:

@@ -72,6 +72,9 @@ class Recorder:
         bits = sum(1 << int(plane) for plane in visit.planes)
         self._event(Op.VISIT, [PHASES.index(visit.phase), visit.module, bits, *pages.tolist()])
 
+    def routed(self, module: int, counts: np.ndarray) -> None:
+        """See Observer."""
+
     def reached(self, page: int) -> None:
         """See Observer."""
         self._event(Op.REACH, [page])

@@ -34,7 +34,7 @@ class PageTable:
     Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
     current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied, kept in the weight
     plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the
-    disk file, -1 none).
+    disk file, -1 none), ``changed`` (since the last checkpoint).
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
@@ -48,12 +48,13 @@ class PageTable:
         self.last_use = np.zeros(0, dtype=np.int64)
         self.class_index = np.zeros(0, dtype=np.int16)
         self.disk_offset = np.zeros(0, dtype=np.int64)
+        self.changed = np.zeros(0, dtype=np.bool_)
 
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
         more = self.numbering.num_pages - len(self.tier)
-        fill = {"tier": ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1}
-        names = ("tier", "slot", "dirty", "pins", "last_step", "last_use", "class_index", "disk_offset")
+        fill = {"tier": ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1, "changed": True}
+        names = ("tier", "slot", "dirty", "pins", "last_step", "last_use", "class_index", "disk_offset", "changed")
         for name in names:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.full(more, fill.get(name, 0), dtype=column.dtype)]))

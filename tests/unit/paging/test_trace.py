@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_omni import cli
-from megascale_omni.config import ObserveConfig
+from megascale_omni.config import HeatConfig, ObserveConfig
+from megascale_omni.heat.observation import Observation, path_of_rank
 from megascale_omni.paging.budget import Budget
-from megascale_omni.paging.observation import Observation, path_of_rank
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.recorder import PHASES, Recorder
 from megascale_omni.paging.replay import replay
@@ -140,7 +140,9 @@ def record(path, task: Task = TASK) -> Trace:
     """A training with every page resident."""
     with batches_of(task):
         trained = Model(task, ALL)
-        observation = Observation(trained.manager, ObserveConfig(trace=str(path)), rank=0, world=1)
+        observation = Observation(
+            trained.manager, heat=HeatConfig(enabled=False), observe=ObserveConfig(trace=str(path))
+        )
         for number in range(1, task.steps + 1):
             trained.step(number, Trained())
         observation.close()
