@@ -228,8 +228,8 @@ def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) 
     native = [path for path, module in model.named_modules() if isinstance(module, MoE)]
     if native:
         raise ValueError(
-            f"{native[0]}: DeepSpeed's own MoE layer is not supported with megascale; use a Hugging Face model, or leave "
-            "the section out"
+            f"{native[0]}: DeepSpeed's own MoE layer is not supported with megascale; use a Hugging Face model, or "
+            "leave the section out"
         )
     built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
     if any(module.run.section != section for module in built):

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,7 +17,8 @@ from tests.integration.deepspeed_ext.ranks import differences
 
 def publish(rank: int, world: int, *, case: Case, folder: str) -> None:
     """A model as one is published."""
-    build(configuration(case.family, case.size), seed=5 + rank).save_pretrained(folder)
+    model: Any = build(configuration(case.family, case.size), seed=5 + rank)
+    model.save_pretrained(folder)
 
 
 def loaded_both_ways(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
