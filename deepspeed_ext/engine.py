@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import checkpoint, fp32, support
 from deepspeed_ext.config import Section, section_of
 from deepspeed_ext.convert import Dtypes, Moved, page_hf_experts
-from deepspeed_ext.experts import DeepSpeedExperts, broadcast, whole
+from deepspeed_ext.experts import DeepSpeedExperts, broadcast
+from deepspeed_ext.native import common_ranks, moe_layers, page_native_experts
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
 from deepspeed_ext.run import run_for
 from deepspeed_ext.stepping import ExpertsStep
@@ -76,6 +76,11 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
         if self.experts_step is None:  # inference only
             run.check_budget()
+
+    def _configure_distributed_model(self, model: torch.nn.Module) -> None:
+        """As stock; what is left of DeepSpeed's own MoE layers has no experts that it would have to treat apart."""
+        super()._configure_distributed_model(model)
+        self.has_moe_layers = False
 
     # -- optimizer
     # ------------------------------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         for experts in self.modules_in_pages:
             if exclude_frozen_parameters and not experts.trainable:
                 continue
-            tensors = whole(experts)
+            tensors = experts.gathered()
             if state is not None:
                 state.update({f"{experts.path}.{name}": tensor.cpu() for name, tensor in tensors.items()})
         return state
@@ -225,12 +230,6 @@ def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) 
     Raises:
         ValueError: it was built under another configuration, or has no experts.
     """
-    native = [path for path, module in model.named_modules() if isinstance(module, MoE)]
-    if native:
-        raise ValueError(
-            f"{native[0]}: DeepSpeed's own MoE layer is not supported with megascale; use a Hugging Face model, or "
-            "leave the section out"
-        )
     built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
     if any(module.run.section != section for module in built):
         raise ValueError(
@@ -241,13 +240,16 @@ def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) 
     for module in built:
         dtypes.check(module)
         broadcast(module)
-    run = built[0].run if built else run_for(section)
+    layers = moe_layers(model)
+    size = common_ranks(layers, section.expert_parallel_size) if layers else section.expert_parallel_size
+    run = built[0].run if built else run_for(section, expert_parallel_size=size)
     moved = page_hf_experts(model, run, dtypes)
+    page_native_experts(model, run, dtypes, moved)
     moved.modules = [*built, *moved.modules]
     if not moved.modules:
         raise ValueError(
             "the megascale section is enabled and the model has no experts that can be paged: it needs Hugging Face "
-            'experts modules; set "enabled": false for a dense model'
+            'experts modules or DeepSpeed\'s MoE layers; set "enabled": false for a dense model'
         )
     return moved
 

@@ -61,6 +61,10 @@ class DeepSpeedExperts(PagedExperts):
         views = {name: _AsExpert(tensor, local, self.num_experts) for name, tensor in tensors.items()}
         self.initialise(local, views)  # type: ignore[arg-type]
 
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Stock's tensors of all experts, wherever they are. A collective where ranks divide them."""
+        return whole(self)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DeepSpeedExperts:
         """Module-wide conversions may change nothing about pages: these keep the dtype they were made with."""
         probe = fn(torch.empty(0, dtype=self.pages.dtypes[Plane.WEIGHT], device=self.manager.arena.device))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ext.checkpoint import all_or_none, attempt, hidden
-from deepspeed_ext.experts import whole
 from deepspeed_ext.pages_file import write_durably
 
 Tensors = dict[str, torch.Tensor]
@@ -42,7 +41,7 @@ def _chunks(engine: Any) -> Iterator[Tensors]:  # noqa: ANN401
     """The model's tensors under the names of its modules, a part at a time."""
     yield _dense(engine)
     for experts in engine.modules_in_pages:
-        yield {f"{experts.path}.{name}": tensor.cpu() for name, tensor in whole(experts).items()}
+        yield {f"{experts.path}.{name}": tensor.cpu() for name, tensor in experts.gathered().items()}
 
 
 def _dense(engine: Any) -> Tensors:  # noqa: ANN401

@@ -97,7 +97,7 @@ class Run:
             self.manager.check_budget()
 
 
-def run_for(section: Section) -> Run:
+def run_for(section: Section, *, expert_parallel_size: int | None = None) -> Run:
     """A run on the device and the ranks of this job. A collective.
 
     Raises:
@@ -106,7 +106,7 @@ def run_for(section: Section) -> Run:
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
-    return Run.create(section, device=device, ranks=_ranks(section.expert_parallel_size))
+    return Run.create(section, device=device, ranks=_ranks(expert_parallel_size or section.expert_parallel_size))
 
 
 def _ranks(size: int) -> Ranks:

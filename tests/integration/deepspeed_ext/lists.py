@@ -93,7 +93,7 @@ def refused(rank: int, world: int, *, way: str) -> None:
         experts = [p for name, p in named.items() if "experts" in name]
         rest = [p for name, p in named.items() if "experts" not in name]
         if way == "experts_alone":
-            given["model_parameters"] = [{"params": rest}, {"params": experts}]
+            given["model_parameters"] = [{"params": rest}, {"params": experts, "lr": 1e-2}]
         elif way == "one_module_in_two_groups":
             given["model_parameters"] = [{"params": rest[:1] + experts[:1]}, {"params": rest[1:] + experts[1:]}]
         elif way == "stepped":
