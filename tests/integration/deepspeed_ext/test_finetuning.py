@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("model")
     size = Size(vocabulary=256, experts=4, layers=1)
-    build(configuration("mixtral", size), seed=1).save_pretrained(folder)
+    model: Any = build(configuration("mixtral", size), seed=1)
+    model.save_pretrained(folder)
     return str(folder)
 
 
