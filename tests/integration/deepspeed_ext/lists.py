@@ -79,8 +79,19 @@ def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
         return shares
 
 
-def refused(rank: int, world: int, *, way: str) -> None:
-    """Something that the section cannot serve."""
+def refusals(rank: int, world: int, *, ways: list[str]) -> list[str]:
+    """What is said about things that the section cannot serve."""
+    found = []
+    for way in ways:
+        try:
+            _initialise(way)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _initialise(way: str) -> None:
     with fresh_deepspeed():
         import deepspeed
 

@@ -10,7 +10,7 @@ from tests.distributed.pool import Pools
 from tests.integration.deepspeed_ext import building
 
 
-@pytest.mark.parametrize(("family", "stage"), [("mixtral", 3), ("gpt_oss", 1), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 3), ("gpt_oss", 1)])
 def test_loaded_in_pages_is_loaded_the_same(pools: Pools, tmp_path: Path, family: str, stage: int) -> None:
     case = Case(family=family, stage=stage, size=Size(experts=4))
     pools[1].run(building.publish, case=case, folder=str(tmp_path))
@@ -28,7 +28,7 @@ def test_a_model_that_zero_has_partitioned(pools: Pools) -> None:
     assert pools[2].run(building.zero_init, case=Case(size=Size(experts=4))) == [True, True]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_a_plain_checkpoint(pools: Pools, tmp_path: Path, family: str) -> None:
     """Under ZeRO 3, and with experts divided among ranks without it."""
     cases = [

@@ -6,7 +6,7 @@ from tests.distributed.pool import Pools, RanksRaised
 from tests.integration.deepspeed_ext import native
 
 
-@pytest.mark.parametrize(("world", "ep_size", "kind"), [(1, 1, "gelu"), (2, 1, "swiglu"), (2, 2, "gelu")])
+@pytest.mark.parametrize(("world", "ep_size", "kind"), [(1, 1, "swiglu"), (2, 2, "gelu")])
 def test_losses_are_stocks(pools: Pools, world: int, ep_size: int, kind: str) -> None:
     stages = [0, 1, 2, 3]
     for found in pools[world].run(native.beside_stock, stages=stages, kind=kind, ep_size=ep_size):
@@ -15,7 +15,7 @@ def test_losses_are_stocks(pools: Pools, world: int, ep_size: int, kind: str) ->
             assert stock[-1] < 0.9 * stock[0]
 
 
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kind", ["swiglu"])
 def test_names_values_and_checkpoints(pools: Pools, kind: str) -> None:
     assert pools[1].run(native.states, kind=kind) == [[True, True]]
 
