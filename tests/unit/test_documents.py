@@ -77,7 +77,7 @@ def test_is_short(document: Path) -> None:
 
 @cache
 def sources() -> dict[Path, str]:
-    folders = (*PACKAGES, "scripts", "configs")
+    folders = (*PACKAGES, "scripts", "configs", "triton_kernels")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
     return {path: path.read_text() for path in found if "__pycache__" not in path.parts}
 
