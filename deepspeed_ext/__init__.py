@@ -4,8 +4,10 @@
 ``deepspeed.initialize`` and the training loop stay as they are. :func:`disable` takes it back.
 """
 
+from deepspeed_ext.building import init
+from deepspeed_ext.export import export_hf
 from deepspeed_ext.patches import disable, enable, is_enabled
 
-__all__ = ["disable", "enable", "is_enabled"]
+__all__ = ["disable", "enable", "export_hf", "init", "is_enabled"]
 
 enable()

@@ -57,12 +57,12 @@ def save(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsS
         RuntimeError: on every rank, where one could not write.
     """
     target, building = folder / FOLDER, folder / f"{FOLDER}.new"
-    problem = _attempt(partial(_make_empty, building)) if dist.get_rank() == 0 else None
-    _all_or_none(problem, f"saving {building}")
-    _all_or_none(_attempt(partial(_write_pages, building, run, modules, step)), f"saving {building}")
+    problem = attempt(partial(_make_empty, building)) if dist.get_rank() == 0 else None
+    all_or_none(problem, f"saving {building}")
+    all_or_none(attempt(partial(_write_pages, building, run, modules, step)), f"saving {building}")
     if dist.get_rank() == 0:
-        problem = _attempt(partial(_finish, building, target, modules, step))
-    _all_or_none(problem, f"saving {target}")
+        problem = attempt(partial(_finish, building, target, modules, step))
+    all_or_none(problem, f"saving {target}")
 
 
 def _make_empty(folder: Path) -> None:
@@ -108,8 +108,8 @@ def load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None
     Raises:
         ValueError: on every rank, where the files are not whole or belong to another model.
     """
-    problem = _attempt(partial(_load, folder, modules, step, optimizer_states))
-    _all_or_none(problem, f"loading {folder / FOLDER}", kind=ValueError)
+    problem = attempt(partial(_load, folder, modules, step, optimizer_states))
+    all_or_none(problem, f"loading {folder / FOLDER}", kind=ValueError)
 
 
 def _load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None, optimizer_states: bool) -> None:
@@ -210,7 +210,7 @@ def hidden(run: Run) -> Iterator[None]:
         run.hidden = False
 
 
-def _attempt(what: Callable[[], None]) -> str | None:
+def attempt(what: Callable[[], None]) -> str | None:
     """The error of a piece of work that only some ranks may fail in."""
     try:
         what()
@@ -219,7 +219,7 @@ def _attempt(what: Callable[[], None]) -> str | None:
     return None
 
 
-def _all_or_none(problem: str | None, doing: str, *, kind: type[Exception] = RuntimeError) -> None:
+def all_or_none(problem: str | None, doing: str, *, kind: type[Exception] = RuntimeError) -> None:
     """Raises on every rank where one has a problem. A collective."""
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

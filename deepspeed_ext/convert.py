@@ -6,9 +6,10 @@ weights once plus one layer. Every rank gets the first rank's weights, as ``deep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deepspeed_ext.experts import DeepSpeedExperts, HfExperts
 from deepspeed_ext.recognise import describe, is_hf_experts
 from deepspeed_ext.run import Run
+from megascale_omni.paging.planes import Plane
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,24 @@ class Dtypes:
     forced: torch.dtype | None
     gradients: torch.dtype | None
 
-    def of(self, path: str, parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Dtypes:
+        """What a DeepSpeed configuration (that :mod:`deepspeed_ext.support` has passed) trains in."""
+        bf16 = bool((config.get("bf16") or config.get("bfloat16") or {}).get("enabled", False))
+        accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+        gradients = None if accumulated is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[accumulated]
+        return cls(torch.bfloat16 if bf16 else None, gradients)
+
+    def check(self, experts: DeepSpeedExperts) -> None:
+        """Raises ValueError where experts were paged for another dtype."""
+        dtype = experts.pages.dtypes[Plane.WEIGHT]
+        if dtype is not (self.forced or torch.float32):
+            raise ValueError(
+                f"{experts.path}: its pages are in {dtype}, DeepSpeed's configuration says "
+                f"{self.forced or torch.float32}; give the same configuration to deepspeed_ext.init"
+            )
+
+    def of(self, path: str, parameter: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
         """Dtypes of weight and gradient pages.
 
         Raises:
@@ -124,8 +143,3 @@ def replace_module(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.M
     places = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
     for parent, name in places:
         parent._modules[name] = new
-
-
-def sorted_by_path(modules: Sequence[DeepSpeedExperts]) -> dict[str, DeepSpeedExperts]:
-    """Modules by their path in the model."""
-    return {experts.path: experts for experts in modules}

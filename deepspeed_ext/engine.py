@@ -7,20 +7,20 @@ rest only. At a step the engine first reduces the pages' gradients, then lets st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import checkpoint, fp32, support
 from deepspeed_ext.config import Section, section_of
 from deepspeed_ext.convert import Dtypes, Moved, page_hf_experts
-from deepspeed_ext.experts import DeepSpeedExperts, whole
+from deepspeed_ext.experts import DeepSpeedExperts, broadcast
+from deepspeed_ext.native import common_ranks, moe_layers, page_native_experts
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
-from deepspeed_ext.run import Ranks, Run
+from deepspeed_ext.run import run_for
 from deepspeed_ext.stepping import ExpertsStep
 from megascale_omni.schedule import Phase
 
@@ -49,10 +49,12 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         support.check(config, mpu=mpu)
         # A generator of parameters would find no experts when they have moved.
         model_parameters = None if model_parameters is None else list(model_parameters)
-        run = _run(section)
-        moved = _move(model, run, config_class)
+        moved = _moved(model, section, config)
+        run = moved.modules[0].run
         self.run = run
         self.modules_in_pages: list[DeepSpeedExperts] = moved.modules
+        of_parameters = {id(experts) for experts, _ in moved.owner.values()}
+        self._built = [experts for experts in moved.modules if id(experts) not in of_parameters]
         self.experts_step: ExpertsStep | None = None
         self._places, optimizer, model_parameters = _remapped(moved, optimizer, model_parameters)
         self._in_step = False
@@ -75,11 +77,17 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         if self.experts_step is None:  # inference only
             run.check_budget()
 
+    def _configure_distributed_model(self, model: torch.nn.Module) -> None:
+        """As stock; what is left of DeepSpeed's own MoE layers has no experts that it would have to treat apart."""
+        super()._configure_distributed_model(model)
+        self.has_moe_layers = False
+
     # -- optimizer
     # ------------------------------------------------------------------------------------------------------
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:  # noqa: ANN401
         super()._configure_optimizer(client_optimizer, model_parameters)
+        self._places.fill(self._built, self.basic_optimizer.param_groups)
         self.experts_step = ExpertsStep(
             self.run,
             self.modules_in_pages,
@@ -201,7 +209,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         for experts in self.modules_in_pages:
             if exclude_frozen_parameters and not experts.trainable:
                 continue
-            tensors = whole(experts)
+            tensors = experts.gathered()
             if state is not None:
                 state.update({f"{experts.path}.{name}": tensor.cpu() for name, tensor in tensors.items()})
         return state
@@ -216,45 +224,32 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.run.close()
 
 
-def _run(section: Section) -> Run:
-    from deepspeed.accelerator import get_accelerator
-
-    device = torch.device(get_accelerator().current_device_name())
-    return Run.create(section, device=device, ranks=_ranks(section.expert_parallel_size))
-
-
-def _ranks(size: int) -> Ranks:
-    """The groups of this rank, made by DeepSpeed as it makes them for its own expert parallelism. A collective.
+def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) -> Moved:
+    """The model's experts in pages: those that moved while it was built, and the others.
 
     Raises:
-        ValueError: a number of ranks that does not divide the job's.
+        ValueError: it was built under another configuration, or has no experts.
     """
-    from deepspeed.utils import groups
-
-    world = dist.get_world_size()
-    if world % size:
+    built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
+    if any(module.run.section != section for module in built):
         raise ValueError(
-            f"megascale.expert_parallel_size={size} does not divide the {world} ranks of this job; choose a divisor"
+            "the model was built under deepspeed_ext.init with another megascale section; give the same configuration "
+            "to deepspeed.initialize"
         )
-    if size == 1:
-        return Ranks(data=groups._get_data_parallel_group())
-
-    name = f"ep_size_{size}"
-    if name not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(size)
-    return Ranks(parallel=groups._get_expert_parallel_group(name), data=groups._get_expert_data_parallel_group(name))
-
-
-def _move(model: torch.nn.Module, run: Run, config_class: Any) -> Moved:  # noqa: ANN401
-    bf16 = bool(config_class.bfloat16_config.enabled)
-    accumulated = config_class.grad_accum_dtype
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    gradients = None if accumulated is None else names[accumulated]
-    moved = page_hf_experts(model, run, Dtypes(torch.bfloat16 if bf16 else None, gradients))
+    dtypes = Dtypes.of_config(config)
+    for module in built:
+        dtypes.check(module)
+        broadcast(module)
+    layers = moe_layers(model)
+    size = common_ranks(layers, section.expert_parallel_size) if layers else section.expert_parallel_size
+    run = built[0].run if built else run_for(section, expert_parallel_size=size)
+    moved = page_hf_experts(model, run, dtypes)
+    page_native_experts(model, run, dtypes, moved)
+    moved.modules = [*built, *moved.modules]
     if not moved.modules:
         raise ValueError(
             "the megascale section is enabled and the model has no experts that can be paged: it needs Hugging Face "
-            'experts modules; set "enabled": false for a dense model'
+            'experts modules or DeepSpeed\'s MoE layers; set "enabled": false for a dense model'
         )
     return moved
 

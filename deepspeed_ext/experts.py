@@ -62,6 +62,10 @@ class DeepSpeedExperts(PagedExperts):
         views = {name: _AsExpert(tensor, local, self.num_experts) for name, tensor in tensors.items()}
         self.initialise(local, views)  # type: ignore[arg-type]
 
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Stock's tensors of all experts, wherever they are. A collective where ranks divide them."""
+        return whole(self)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DeepSpeedExperts:
         """Module-wide conversions may change nothing about pages: these keep the dtype they were made with."""
         probe = fn(torch.empty(0, dtype=self.pages.dtypes[Plane.WEIGHT], device=self.manager.arena.device))
@@ -196,3 +200,17 @@ def whole(experts: DeepSpeedExperts, plane: Plane = Plane.WEIGHT) -> dict[str, t
         pieces = parts.view(ranks.size, max(counts), *tensor.shape[1:])
         result[name] = torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
     return result
+
+
+@torch.no_grad()
+def broadcast(experts: DeepSpeedExperts) -> None:
+    """Weight pages become those of the first of the ranks that have the same experts. A collective."""
+    group = experts.run.ranks.data
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    source = dist.get_global_rank(group, 0)
+    for expert in range(experts.num_experts):
+        for slice_ in range(experts.layout.num_slices):
+            with experts.lease(Plane.WEIGHT, [(expert, slice_)]) as lease:
+                dist.broadcast(lease.page(expert, slice_), src=source, group=group)
+                lease.mark_dirty()

@@ -33,6 +33,11 @@ def experts_fp32(folder: Path) -> dict[str, torch.Tensor]:
     reader = PagesReader(folder / FOLDER)
     found: dict[str, torch.Tensor] = {}
     for path, record in reader.modules.items():
+        if record.style == "sequential":
+            raise ValueError(
+                f"{path}: experts of DeepSpeed's own MoE layer have no fp32 form; load the checkpoint and use "
+                "engine.module.state_dict()"
+            )
         layout = record.layout()
         names = NamedTensors(layout=layout, num_experts=record.num_experts, style=record.style)  # type: ignore[arg-type]
         tensors = {t.name: torch.zeros(t.shape) for t in names.tensors()}

@@ -39,6 +39,24 @@ class Places:
                 f"and {group}; with megascale the experts of a module share one group"
             )
 
+    def fill(self, modules: Iterable[DeepSpeedExperts], groups: list[Group]) -> None:
+        """Places for modules that were built in pages, which no list has ever held.
+
+        Raises:
+            ValueError: groups with different settings, so that nobody can tell theirs.
+        """
+        for experts in modules:
+            if experts in self.weights or not experts.trainable:
+                continue
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            if any(one != settings[0] for one in settings):
+                raise ValueError(
+                    f"{experts.path} was built in pages, and the optimizer has parameter groups with different "
+                    "settings: which one it belongs to cannot be told; use one group, or build the model without "
+                    "deepspeed_ext.init"
+                )
+            self.weights[experts] = self.biases[experts] = 0
+
     def binding(self, experts: DeepSpeedExperts) -> GroupBinding | None:
         """The module's groups; None where the optimizer was not given it."""
         if experts not in self.weights:
@@ -71,8 +89,7 @@ def without_experts(model_parameters: Iterable[Any], moved: Moved) -> tuple[list
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         kept.append({**group, "params": _remaining(members, number, moved, places)})
-        _refuse_empty(kept[-1], members, number)
-    return kept, places
+    return _without_empty(kept, places), places
 
 
 def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
@@ -82,7 +99,7 @@ def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
         ValueError: a group of experts alone, or an optimizer that has made steps with them already.
     """
     places = Places()
-    kept: list[list[torch.nn.Parameter]] = []
+    kept: list[Group] = []
     for number, group in enumerate(optimizer.param_groups):
         stepped = [p for p in group["params"] if id(p) in moved.owner and optimizer.state.get(p)]
         if stepped:
@@ -90,11 +107,12 @@ def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
                 f"the optimizer has state of {moved.owner[id(stepped[0])][0].path} already; give deepspeed.initialize "
                 "a new optimizer and load the state with engine.load_checkpoint"
             )
-        members = list(group["params"])
-        kept.append(_remaining(members, number, moved, places))
-        _refuse_empty({"params": kept[-1]}, members, number)
-    for group, members in zip(optimizer.param_groups, kept, strict=True):
-        group["params"] = members
+        kept.append({**group, "params": _remaining(list(group["params"]), number, moved, places)})
+    left = _without_empty(kept, places)
+    for group, changed in zip(optimizer.param_groups, kept, strict=True):
+        group["params"] = changed["params"]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    assert len(left) == len(optimizer.param_groups)
     return places
 
 
@@ -131,9 +149,31 @@ def _remaining(members: list[Any], number: int, moved: Moved, places: Places) ->
     return remaining
 
 
-def _refuse_empty(group: Group, members: list[Any], number: int) -> None:
-    if members and not group["params"]:
-        raise ValueError(
-            f"parameter group {number} has experts only, which are in pages with megascale; DeepSpeed drops empty "
-            "groups, and with them their learning rate: put at least one other parameter into the group"
-        )
+def _without_empty(groups: list[Group], places: Places) -> list[Group]:
+    """Drops groups of which nothing is left, as DeepSpeed would; their experts join a group with the same settings.
+
+    Raises:
+        ValueError: there is none.
+    """
+    left = [number for number, group in enumerate(groups) if group["params"]]
+    new = {number: place for place, number in enumerate(left)}
+    for number, group in enumerate(groups):
+        if number in new:
+            continue
+        twins = [n for n in left if _settings(groups[n]) == _settings(group)]
+        holders = {*places.weights.values(), *places.biases.values()}
+        if number in holders and not twins:
+            raise ValueError(
+                f"parameter group {number} has experts only, which are in pages with megascale; DeepSpeed drops empty "
+                "groups, and with them their learning rate: put at least one other parameter into the group"
+            )
+        if twins:
+            new[number] = new[twins[0]]
+    for held in (places.weights, places.biases):
+        held.update({experts: new[number] for experts, number in held.items()})
+    return [groups[number] for number in left]
+
+
+def _settings(group: Group) -> Group:
+    """What a group says about steps; DeepSpeed names groups of experts besides."""
+    return {key: value for key, value in group.items() if key not in ("params", "name", "moe")}

@@ -123,10 +123,12 @@ def matching(
     gated: bool,
     limits: tuple[float, ...] = (),
     alphas: tuple[float, ...] = (),
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Activation | None:
-    """The first activation that maps the probe to what was expected."""
+    """The first activation that maps the probe to what was expected; ``after`` is what follows it, if anything."""
     for candidate in _candidates(gated, limits, alphas):
-        if torch.allclose(candidate.forward(probe_nR), expected_nr, rtol=1e-5, atol=1e-6):
+        found_nr = candidate.forward(probe_nR)
+        if torch.allclose(found_nr if after is None else after(found_nr), expected_nr, rtol=1e-5, atol=1e-6):
             return candidate
     return None
 

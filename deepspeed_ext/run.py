@@ -98,3 +98,37 @@ class Run:
         """
         with said_in_json():
             self.manager.check_budget()
+
+
+def run_for(section: Section, *, expert_parallel_size: int | None = None) -> Run:
+    """A run on the device and the ranks of this job. A collective.
+
+    Raises:
+        ValueError: a number of ranks that does not divide the job's.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    return Run.create(section, device=device, ranks=_ranks(expert_parallel_size or section.expert_parallel_size))
+
+
+def _ranks(size: int) -> Ranks:
+    """The groups of this rank, made by DeepSpeed as it makes them for its own expert parallelism. A collective.
+
+    Raises:
+        ValueError: a number of ranks that does not divide the job's.
+    """
+    from deepspeed.utils import groups
+
+    world = dist.get_world_size()
+    if world % size:
+        raise ValueError(
+            f"megascale.expert_parallel_size={size} does not divide the {world} ranks of this job; choose a divisor"
+        )
+    if size == 1:
+        return Ranks(data=groups._get_data_parallel_group())
+
+    name = f"ep_size_{size}"
+    if name not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(size)
+    return Ranks(parallel=groups._get_expert_parallel_group(name), data=groups._get_expert_data_parallel_group(name))

@@ -67,6 +67,15 @@ class Plan:
         return flags
 
     @property
+    def target(self) -> str:
+        """The class whose objects are the runs, one a rank."""
+        return TARGET
+
+    def arguments_of(self, name: str) -> dict[str, object]:
+        """What the object of the run of that name is made with."""
+        return {"flags": self.flags_of(name)}
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the runs."""
         return (STOCK, MEGASCALE, *map(paged_name, self.budgets))
@@ -172,7 +181,7 @@ def _limited(plan: Plan, runs: Sequence[Run]) -> Limited:
 
 def _start(stack: ExitStack, plan: Plan, name: str) -> _Side:
     workers = stack.enter_context(
-        Workers(TARGET, ranks=plan.ranks, threads=plan.threads, name=name, arguments={"flags": plan.flags_of(name)})
+        Workers(plan.target, ranks=plan.ranks, threads=plan.threads, name=name, arguments=plan.arguments_of(name))
     )
     return _Side(name, workers, MemorySampler(workers.process_ids))
 

@@ -79,8 +79,19 @@ def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
         return shares
 
 
-def refused(rank: int, world: int, *, way: str) -> None:
-    """Something that the section cannot serve."""
+def refusals(rank: int, world: int, *, ways: list[str]) -> list[str]:
+    """What is said about things that the section cannot serve."""
+    found = []
+    for way in ways:
+        try:
+            _initialise(way)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _initialise(way: str) -> None:
     with fresh_deepspeed():
         import deepspeed
 
@@ -93,7 +104,7 @@ def refused(rank: int, world: int, *, way: str) -> None:
         experts = [p for name, p in named.items() if "experts" in name]
         rest = [p for name, p in named.items() if "experts" not in name]
         if way == "experts_alone":
-            given["model_parameters"] = [{"params": rest}, {"params": experts}]
+            given["model_parameters"] = [{"params": rest}, {"params": experts, "lr": 1e-2}]
         elif way == "one_module_in_two_groups":
             given["model_parameters"] = [{"params": rest[:1] + experts[:1]}, {"params": rest[1:] + experts[1:]}]
         elif way == "stepped":

@@ -13,7 +13,7 @@ from tests.integration.deepspeed_ext import ranks
 BOUNDS = {"routing": 0.0, "loss": 1e-6, "norm": 1e-6, "gradient": 1e-5, "second moment": 1e-5, "update": 1e-5}
 STAGES = (0, 1, 2, 3)
 # One sequence of four tokens a rank and one expert a token: on every rank most experts go without.
-FEW_TOKENS = Case(family="olmoe", steps=5, sequences=1, length=4, size=Size(experts=16, top_k=1))
+FEW_TOKENS = Case(family="olmoe", steps=3, sequences=1, length=4, size=Size(experts=16, top_k=1))
 
 
 def assert_exact(found: Deviations, case: Case) -> None:
@@ -33,24 +33,24 @@ def prove(pools: Pools, world: int, cases: list[Case]) -> list[list[Deviations]]
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_stage_is_exact(pools: Pools, world: int) -> None:
-    cases = [Case(family=family, stage=stage, steps=3) for family in ("mixtral", "qwen3_moe") for stage in STAGES]
+    cases = [Case(family=family, stage=stage, steps=2) for family in ("mixtral", "qwen3_moe") for stage in STAGES]
     for outcome in prove(pools, world, cases):
         assert all(max(found.norms) > 0.5 for found in outcome if "norm" in found.worst), "nothing was clipped"
 
 
 def test_every_family_is_exact(pools: Pools) -> None:
-    families = ("olmoe", "deepseek_v3", "gpt_oss")
-    cases = [Case(family=family, stage=stage, steps=2) for family in families for stage in (2, 3)]
+    families = (("olmoe", 1), ("deepseek_v3", 3), ("gpt_oss", 2))
+    cases = [Case(family=family, stage=stage, steps=2) for family, stage in families]
     prove(pools, 2, cases)
 
 
 def test_accumulation_and_the_eager_implementation(pools: Pools) -> None:
-    cases = [Case(stage=s, accumulation=2, steps=2, experts_implementation="eager") for s in (0, 1, 3)]
+    cases = [Case(stage=s, accumulation=2, steps=2, experts_implementation="eager") for s in (0, 3)]
     prove(pools, 2, cases)
 
 
 def test_an_optimizer_on_the_cpu_for_the_rest(pools: Pools) -> None:
-    prove(pools, 2, [Case(stage=s, steps=2, extra=offloaded(s)) for s in (2, 3)])
+    prove(pools, 2, [Case(stage=s, steps=1, extra=offloaded(s)) for s in (2, 3)])
 
 
 def offloaded(stage: int) -> dict[str, object]:
@@ -65,11 +65,11 @@ def test_experts_that_no_token_of_a_rank_reaches(pools: Pools) -> None:
         assert max(len(one) for one in hit[0]) < FEW_TOKENS.size.experts
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_quarter_of_the_memory(pools: Pools, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
+def test_a_quarter_of_the_memory(pools: Pools, world: int, stage: int, tmp_path: Path) -> None:
     section = {"device_budget": "25%", "disk_path": str(tmp_path), "page_size_bytes": 65536}
     size = Size(experts=16, top_k=1, ffn=128, hidden=128, layers=3)
-    cases = [replace(FEW_TOKENS, stage=stage, steps=3, size=size, section=section) for stage in (0, 3)]
+    cases = [replace(FEW_TOKENS, stage=stage, steps=2, size=size, section=section)]
     for outcome in prove(pools, world, cases):
         for found in outcome:
             assert found.page_stats["bytes_loaded"] > 0
@@ -86,8 +86,8 @@ def test_experts_divided_among_ranks(pools: Pools) -> None:
 
 def test_half_precision_deviates_no_more_than_stock_from_itself(pools: Pools) -> None:
     """The control is stock with the other one of its two ways to compute experts."""
-    cases = [Case(stage=stage, bf16=True, steps=2, accumulation=2) for stage in STAGES]
-    cases.append(Case(stage=1, bf16=True, steps=2, extra={"data_types": {"grad_accum_dtype": "fp32"}}))
+    cases = [Case(stage=stage, bf16=True, steps=1, accumulation=2) for stage in (0, 3)]
+    cases.append(Case(stage=1, bf16=True, steps=1, extra={"data_types": {"grad_accum_dtype": "fp32"}}))
     outcomes = pools[2].run(ranks.prove_cases, cases=cases, control=True)
     for outcome in outcomes:
         for case, (found, control) in zip(cases, outcome, strict=True):

@@ -16,7 +16,7 @@ FEW_TOKENS = Case(family="olmoe", sequences=1, length=4, size=Size(experts=8, to
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_goes_on_bit_for_bit(pools: Pools, world: int, tmp_path: Path) -> None:
-    kinds = ((0, False), (1, True), (2, False), (3, True))
+    kinds = ((0, False), (2, False), (3, True)) if world == 2 else ((0, False), (1, True))
     cases = [replace(FEW_TOKENS, stage=stage, bf16=bf16) for stage, bf16 in kinds]
     for outcome in pools[world].run(ranks.interrupted, cases=cases, folder=str(tmp_path)):
         for found in outcome:

@@ -1,8 +1,10 @@
 """Optimizers and parameter lists that hold experts already, and models that fit the section or not."""
 
+import re
+
 import pytest
 
-from tests.distributed.pool import Pools, RanksRaised
+from tests.distributed.pool import Pools
 from tests.integration.deepspeed_ext import lists
 
 
@@ -13,23 +15,23 @@ def test_experts_keep_the_settings_of_their_group(pools: Pools, way: str) -> Non
     assert found["gradient"] <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        ("experts_alone", "parameter group 1 has experts only"),
-        ("one_module_in_two_groups", "the experts of a module share one group"),
-        ("stepped", "the optimizer has state of model.layers.0"),
-        ("sgd", "optimizer SGD is not supported"),
-        ("amsgrad", "amsgrad is not supported"),
-        ("dense", "has no experts that can be paged"),
-        ("bf16_model", 'add "bf16"'),
-        ("ranks", "expert_parallel_size=3 does not divide"),
-        ("budget", '"device_budget": [0-9]+ or more'),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(pools: Pools, way: str, message: str) -> None:
-    with pytest.raises(RanksRaised, match=message):
-        pools[1].run(lists.refused, way=way)
+REFUSED = {
+    "experts_alone": "parameter group 1 has experts only",
+    "one_module_in_two_groups": "the experts of a module share one group",
+    "stepped": "the optimizer has state of model.layers.0",
+    "sgd": "optimizer SGD is not supported",
+    "amsgrad": "amsgrad is not supported",
+    "dense": "has no experts that can be paged",
+    "bf16_model": 'add "bf16"',
+    "ranks": "expert_parallel_size=3 does not divide",
+    "budget": '"device_budget": [0-9]+ or more',
+}
+
+
+def test_what_cannot_be_is_refused_by_name(pools: Pools) -> None:
+    (found,) = pools[1].run(lists.refusals, ways=list(REFUSED))
+    for message, expected in zip(found, REFUSED.values(), strict=True):
+        assert re.search(expected, message), f"{expected}: {message}"
 
 
 def test_frozen_experts_stay_what_they_are(pools: Pools) -> None:

@@ -1,0 +1,123 @@
+"""What the ranks of test_building.py do."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from scripts.deepspeed_runs.models import build, configuration
+from scripts.deepspeed_runs.proof import Case, batches_of
+from scripts.deepspeed_runs.state import State, read_state
+from tests.distributed.deepspeed_state import fresh_deepspeed
+from tests.integration.deepspeed_ext.ranks import differences
+
+
+def publish(rank: int, world: int, *, case: Case, folder: str) -> None:
+    """A model as one is published."""
+    model: Any = build(configuration(case.family, case.size), seed=5 + rank)
+    model.save_pretrained(folder)
+
+
+def loaded_both_ways(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
+    """Tensors that differ after three steps between a model whose experts moved, and one that was loaded in pages."""
+    with fresh_deepspeed():
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+
+        import deepspeed_ext
+
+        states: list[State] = []
+        for in_pages in (False, True):
+            config = case.config(megascale=True)
+            with deepspeed_ext.init(config if in_pages else {}):
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            if in_pages:
+                assert not [name for name, _ in model.named_parameters() if "experts" in name]
+            engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(config))
+            engine.train()
+            for step in range(3):
+                for batch in batches_of(case, rank, world, step):
+                    engine.backward(engine(input_ids=batch, labels=batch).loss)
+                    engine.step()
+            states.append(read_state(engine))
+            engine.destroy()
+        return differences(*states)
+
+
+def initialised_both_ways(rank: int, world: int, *, case: Case) -> list[str]:
+    """Tensors that differ between random weights of stock's and those made in pages, from the same seed."""
+    with fresh_deepspeed():
+        from transformers import AutoModelForCausalLM
+
+        import deepspeed_ext
+
+        made = []
+        for in_pages in (False, True):
+            with deepspeed_ext.init(case.config(megascale=True) if in_pages else {}):
+                torch.manual_seed(11)
+                model = AutoModelForCausalLM.from_config(configuration(case.family, case.size))
+            made.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        assert made[0].keys() == made[1].keys()
+        return [name for name, tensor in made[0].items() if not tensor.equal(made[1][name])]
+
+
+def zero_init(rank: int, world: int, *, case: Case) -> bool:
+    """Whether a model built under zero.Init trains to the same losses as one that was not."""
+    with fresh_deepspeed():
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+
+        import deepspeed_ext  # noqa: F401
+
+        case = replace(case, stage=3)
+        plain, config = configuration(case.family, case.size), case.config(megascale=True)
+        plain.pad_token_id = None  # whose row transformers would zero in a weight that is elsewhere
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(plain)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            partitioned = AutoModelForCausalLM.from_config(plain)
+        named = dict(partitioned.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=0):
+            for name, parameter in named.items():
+                if rank == 0:
+                    parameter.data.copy_(weights[name])
+        losses: list[list[float]] = []
+        for one in (model, partitioned):
+            engine, *_ = deepspeed.initialize(model=one.train(), config=config)
+            losses.append([])
+            for step in range(3):
+                for batch in batches_of(case, rank, world, step):
+                    loss = engine(input_ids=batch, labels=batch).loss
+                    losses[-1].append(float(loss.detach()))
+                    engine.backward(loss)
+                    engine.step()
+            engine.destroy()
+        return losses[0] == losses[1]
+
+
+def exported(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
+    """Tensors of a plain checkpoint that differ from what the engine holds; loaded without DeepSpeed."""
+    with fresh_deepspeed():
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+
+        import deepspeed_ext
+
+        model = build(configuration(case.family, case.size), seed=9)
+        engine, *_ = deepspeed.initialize(model=model, config=case.config(megascale=True))
+        for batch in batches_of(case, rank, world, 0):
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        deepspeed_ext.export_hf(engine, folder)
+        held = read_state(engine)
+        engine.destroy()
+        if rank:
+            return []
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        assert all(load_file(path) for path in Path(folder).glob("*.safetensors"))
+        dtype = torch.bfloat16 if case.bf16 else torch.float32
+        return [name for name in held if not plain[name].equal(held[name]["weight"].to(dtype).float())]
