@@ -115,7 +115,7 @@ def _equal_after_kills(context: Context) -> float:
 def _seconds_to_next_step(context: Context) -> float:
     """R3: from the kill of rank 1 to the next step, on 2 ranks of the quickstart model."""
     with tempfile.TemporaryDirectory(prefix="megascale-recovery-") as folder:
-        model = f"{_QUICKSTART} --train-iters 40 --micro-batch-size 4 --save-interval 5"
+        model = f"{_QUICKSTART} --train-iters 120 --micro-batch-size 4 --save-interval 5"
         flags = flags_of_kill(model, 2, context.data_path, Path(folder) / "run")
         ended, struck, seconds = run_killed(flags, 2, kill=(25.0, 1))
     if not (ended and struck and seconds is not None):
