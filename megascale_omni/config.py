@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from megascale_omni.clipping.settings import ClipConfig
 from megascale_omni.paging.budget import Budget, parse_percent
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
 ProductsChoice = Literal["auto", "blas", "onednn"]
+BackendChoice = Literal["auto", "torch", "triton"]
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -112,11 +114,17 @@ class ComputeConfig:
 
     Attributes:
         cpu_products: library of fp32 products on a CPU; ``auto`` chooses oneDNN where the processor is not Intel's.
+        backend: who computes experts: ``torch``, ``triton`` (kernels that read pages through a table), or ``auto``:
+            kernels on an accelerator where Triton is installed, torch elsewhere.
     """
 
     cpu_products: ProductsChoice = "auto"
+    backend: BackendChoice = "auto"
 
     def __post_init__(self) -> None:
+        if self.backend not in get_args(BackendChoice):
+            known = ", ".join(get_args(BackendChoice))
+            raise ValueError(f"compute.backend={self.backend!r} is unknown; choose one of {known}")
         if self.cpu_products not in get_args(ProductsChoice):
             known = ", ".join(get_args(ProductsChoice))
             raise ValueError(f"compute.cpu_products={self.cpu_products!r} is unknown; choose one of {known}")
@@ -218,6 +226,7 @@ class MegaScaleConfig:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     heat: HeatConfig = field(default_factory=HeatConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> MegaScaleConfig:

@@ -110,22 +110,23 @@ class PagedAdam:
     # -- step ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, *, clip_coefficient: float | None = None) -> None:
+    def step(self, *, clip_coefficient: float | Mapping[PagedExperts, float] | None = None) -> None:
         """One applied step.
 
-        Gradients are multiplied by ``clip_coefficient`` first where it is given. Pages without a gradient wait (see
-        [Note: deferred steps]). A collective of the shards' group where state is sharded: updated weights go to every
-        rank.
+        Gradients are multiplied by ``clip_coefficient`` first where it is given, for all modules or for some. Pages
+        without a gradient wait (see [Note: deferred steps]). A collective of the shards' group where state is sharded:
+        updated weights go to every rank.
         """
         self.num_steps += 1
         for index in range(len(self.param_groups)):
             self._record(index)
         for experts in self.modules:
+            clip = clip_coefficient.get(experts) if isinstance(clip_coefficient, Mapping) else clip_coefficient
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
             stepped = [name for name in owned if present[name]]
             for name, pages in self._state(experts, stepped, also=(Plane.GRADIENT, *MOMENTS)):
-                self._step_page(experts, name, pages, clip_coefficient)
+                self._step_page(experts, name, pages, clip)
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]
@@ -168,7 +169,7 @@ class PagedAdam:
     def _step_page(
         self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], clip: float | None
     ) -> None:
-        self._replay_page(experts, name, pages, up_to=self.num_steps - 1)
+        last = self._last_step(experts, name)
         # Stock copies a narrower gradient to fp32 before it clips.
         gradient = pages[Plane.GRADIENT]
         gradient = gradient if gradient.dtype is torch.float32 else gradient.float()
@@ -176,8 +177,8 @@ class PagedAdam:
             gradient.mul_(clip)
         p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
         for region, group in self._regions(experts, name):
-            record = self.history.since(group, self.num_steps - 1)[0]
-            self.arithmetic.step(p=p[region], m=m[region], v=v[region], g=gradient[region], record=record)
+            records = self.history.since(group, last)
+            self.arithmetic.advance(p=p[region], m=m[region], v=v[region], g=gradient[region], records=records)
         self._applied(experts, name, pages)
 
     def _replay_page(

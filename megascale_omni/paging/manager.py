@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
-from megascale_omni.paging.batches import Batch, cut_batches
+from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, Batch, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.forecast import Visit
+from megascale_omni.paging.heap import give_large_blocks_back
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
@@ -88,6 +89,8 @@ class ExpertManager:
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
+        if path is not None and not cuda:
+            give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
         host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda)
         copier = CudaCopier(device) if cuda else Copier()
@@ -317,7 +320,9 @@ class ExpertManager:
         pages are caught up with the optimizer before they are handed out. Absent pages of plane ``create`` are made;
         where the caller does not come back for the next wave they are absent again, being half written.
         """
-        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
+        resident = self.arena.device.type == "cuda" and not self.pager.can_evict
+        nbytes = RESIDENT_BATCH_BYTES if resident else None
+        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
         slices = module.entry.num_slices
         pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
         self._begin_visit(module, phase, planes, pages)
