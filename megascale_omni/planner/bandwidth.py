@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -29,7 +30,8 @@ def measure_disk(folder: str | Path, *, nbytes: int = 256 * MIB, requests: int =
         slots = [raw[start + i * REQUEST_BYTES : start + (i + 1) * REQUEST_BYTES] for i in range(requests)]
         rates = []
         for write in (True, False):
-            began, waiting = time.perf_counter(), []
+            began = time.perf_counter()
+            waiting: list[Future[None]] = []
             for number in range(count):
                 slot = slots[number % requests]
                 if len(waiting) == requests:
