@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -138,7 +139,7 @@ def _shrink(context: Context) -> Shrunk:
 
 def _measure_shrink() -> Shrunk:
     task = Task(
-        steps=4, modules=2, experts=32, active=32, tokens=128, hidden=256, ffn=256, rows=64, bias=False,
+        steps=4, modules=2, experts=64, active=64, tokens=128, hidden=256, ffn=256, rows=64, bias=False,
         evaluate=False, micro_batches=1, batch_bytes=1 << 20,
     )  # fmt: skip
     expected, found = Trained(), Trained()
@@ -176,7 +177,7 @@ def _random_operations(context: Context) -> float:
     done = 0
 
     class Counted(ChosenOrder):
-        def check_invariants(self, *arguments: object, **options: object) -> None:
+        def check_invariants(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - hypothesis' own
             nonlocal done
             super().check_invariants(*arguments, **options)
             done += 1
