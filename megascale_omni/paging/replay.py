@@ -327,50 +327,60 @@ def slots_of(model: TracedModel, budget: Budget) -> dict[SlotClass, int]:
 
 def _minimum(trace: Trace, budget: Budget, moved: Moved) -> None:
     """Belady's MIN, slot class by slot class."""
-    classes = page_classes(trace.model)
-    slots = slots_of(trace.model, budget)
-    uses = _lifetimes(trace)
-    queue: dict[int, list[int]] = {}
-    for time, page_id, _ in uses:
-        queue.setdefault(page_id, []).append(time)
-    place = dict.fromkeys(queue, 0)
-    end = len(uses) + 1
+    classes, slots = page_classes(trace.model), slots_of(trace.model, budget)
+    uses, following = _lifetimes(trace)
     resident: dict[SlotClass, dict[int, int]] = {c: {} for c in slots}  # page -> next use
     heaps: dict[SlotClass, list[tuple[int, int]]] = {c: [] for c in slots}
-    for _, page_id, kind in uses:
+    dirty: set[int] = set()
+    for (page_id, op), later in zip(uses, following, strict=True):
         slot_class = classes[page_id]
         here, heap = resident[slot_class], heaps[slot_class]
-        place[page_id] += 1
-        if kind is Op.DROP:
-            here.pop(page_id, None)
+        if op is Op.WRITE:
+            if page_id in here:
+                dirty.add(page_id)
+            else:  # evicted under the lease that writes it, which a run cannot do
+                moved.written_bytes += slot_class.nbytes
             continue
-        if kind is Op.HOLD:
+        if op is Op.DROP:
+            here.pop(page_id, None)
+            dirty.discard(page_id)
+            continue
+        if op is Op.HOLD:
             moved.uses += 1
             moved.used_bytes += slot_class.nbytes
         if page_id not in here:
-            if kind is Op.HOLD:
+            if op is Op.HOLD:
                 moved.page_ins += 1
                 moved.demanded_bytes += slot_class.nbytes
             while len(here) >= slots[slot_class]:
                 farthest, victim = heapq.heappop(heap)
                 if here.get(victim) == -farthest:
                     del here[victim]
-        later = queue[page_id]
-        following = later[place[page_id]] if place[page_id] < len(later) else end
-        if following < end and uses[following][2] is Op.DROP:
-            following = end
-        here[page_id] = following
-        heapq.heappush(heap, (-following, page_id))
+                    moved.written_bytes += slot_class.nbytes * (victim in dirty)
+                    dirty.discard(victim)
+        if op is Op.CREATE:
+            dirty.add(page_id)
+        here[page_id] = later
+        heapq.heappush(heap, (-later, page_id))
 
 
-def _lifetimes(trace: Trace) -> list[tuple[int, int, Op]]:
-    """(number, page, CREATE, HOLD or DROP), one for each page of each such event."""
-    found: list[tuple[int, int, Op]] = []
+def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int]]:
+    """(page, CREATE, HOLD, WRITE or DROP) one by one, and when each page is used next (its number, or the end)."""
+    uses: list[tuple[int, Op]] = []
     for event in trace:
-        if event.op in (Op.CREATE, Op.HOLD, Op.DROP):
-            for page_id in event.numbers.tolist():
-                found.append((len(found), page_id, event.op))
-    return found
+        if event.op in (Op.CREATE, Op.HOLD, Op.DROP, Op.WRITE):
+            uses += [(page_id, event.op) for page_id in event.numbers.tolist()]
+    end = len(uses)
+    following = [end] * end
+    upcoming: dict[int, int] = {}
+    for number in range(end - 1, -1, -1):
+        page_id, op = uses[number]
+        following[number] = upcoming.get(page_id, end)
+        if op is Op.DROP:
+            upcoming[page_id] = end
+        elif op is not Op.WRITE:
+            upcoming[page_id] = number
+    return uses, following
 
 
 def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True) -> Moved:

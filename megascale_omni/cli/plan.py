@@ -1,0 +1,119 @@
+"""``megascale plan``: what fits, what it costs, and where paging does not pay."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megascale_omni.planner.plan import Plan
+
+NAME = "plan"
+HELP = "say before a run what fits where, how long a step takes, and where paging loses"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the machine, the layout. Sizes are of one rank."""
+    parser.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="FILE",
+        help="YAML or JSON of Megatron's argument names, or flags",
+    )
+    parser.add_argument("--device", default="h100", metavar="NAME", help="a100, h100, h200, gh200 (default h100)")
+    parser.add_argument("--device-memory", metavar="SIZE", help="default: the device's")
+    parser.add_argument("--host-memory", default="0", metavar="SIZE", help="for pages, of this rank (default 0)")
+    parser.add_argument("--link", metavar="RATE", help="to host memory: pcie4, pcie5, nvlink-c2c, 50GB/s")
+    parser.add_argument("--flops", type=float, metavar="N", help="FLOP/s that products reach, instead of the device's")
+    parser.add_argument("--disk-bandwidth", metavar="RATE", help="bytes a second, or auto: measure --disk-path")
+    parser.add_argument("--disk-path", default=".", metavar="DIR", help="where auto measures (default: here)")
+    parser.add_argument("--page-size", default="16MiB", metavar="SIZE")
+    parser.add_argument("--budget", metavar="SIZE", help="plan for this device budget instead of advising one")
+    parser.add_argument("--expert-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan; returns 0."""
+    import dataclasses
+
+    from megascale_omni.config import parse_budget, parse_bytes
+    from megascale_omni.paging.budget import parse_percent
+    from megascale_omni.planner.bandwidth import measure_disk
+    from megascale_omni.planner.devices import bandwidth, device_named
+    from megascale_omni.planner.models import read_model
+    from megascale_omni.planner.plan import Machine, Run, make_plan
+    from megascale_omni.planner.state import rank_state
+
+    card, device = read_model(args.source), device_named(args.device)
+    if args.link is not None:
+        device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
+    if args.flops is not None:
+        device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0)
+    disk = None
+    if args.disk_bandwidth is not None:
+        auto = args.disk_bandwidth == "auto"
+        disk = measure_disk(args.disk_path) if auto else bandwidth(args.disk_bandwidth, key="--disk-bandwidth")
+    memory = (
+        device.memory_bytes if args.device_memory is None else parse_bytes(args.device_memory, key="--device-memory")
+    )
+    machine = Machine(device, memory, parse_bytes(args.host_memory, key="--host-memory"), disk)
+    share = None
+    if args.active_experts is not None:
+        share = parse_percent(args.active_experts)
+        if share is None or not 0 < share <= 1:
+            raise ValueError(f"--active-experts={args.active_experts} is no percentage of experts; write e.g. 30%")
+    for flag in ("expert_parallel", "pipeline_parallel", "data_parallel"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be 1 or more")
+    plan = Run(
+        page_bytes=parse_bytes(args.page_size, key="--page-size"),
+        expert_parallel=args.expert_parallel,
+        pipeline_parallel=args.pipeline_parallel,
+        data_parallel=args.data_parallel,
+        active_share=share,
+    )
+    if args.budget is not None:
+        state = rank_state(
+            card,
+            page_bytes=plan.page_bytes,
+            expert_parallel=plan.expert_parallel,
+            pipeline_parallel=plan.pipeline_parallel,
+            fp32_gradients=plan.fp32_gradients,
+        )
+        budget = parse_budget(args.budget, key="--budget").bytes_of(state.total_bytes)
+        plan = dataclasses.replace(plan, budget_bytes=budget)
+    found = make_plan(card, machine, plan)
+    print(json.dumps(found.as_json(), indent=1) if args.json else "\n".join(_lines(found)))
+    return 0
+
+
+def _lines(plan: Plan) -> list[str]:
+    from megascale_omni.planner.plan import gib
+
+    lines = [
+        f"{plan.model}: {plan.parameters / 1e9:.2f} billion parameters, {plan.expert_parameters / 1e9:.2f} in experts",
+        f"one rank: dense state {gib(plan.dense_bytes)}, activations about {gib(plan.activation_bytes)}, "
+        f"pages {gib(plan.total_page_bytes)}",
+        "  by plane: " + ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in plan.plane_bytes.items()),
+        f"  device budget: {gib(plan.smallest_budget)} at least, room for {gib(plan.room_bytes)}"
+        + ("" if plan.advised_budget is None else f", planned {gib(plan.advised_budget)}"),
+    ]
+    if plan.prediction is not None:
+        found = plan.prediction
+        lines += [
+            "  by tier: " + ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in plan.tier_bytes.items() if nbytes),
+            f"a step: {found.step_seconds:.3g} s (compute {found.compute_seconds:.3g} s, io {found.io_seconds:.3g} s, "
+            f"of which {found.stall_seconds:.3g} s are waited for); {gib(found.loaded_bytes)} come, "
+            f"{gib(found.written_bytes)} go",
+        ]
+    lines.append(
+        f"tokens an expert and micro-batch: {plan.tokens_per_expert:,.0f}; to hide a load: "
+        + ", ".join(f"{count:,.0f} from {name}" for name, count in plan.break_even_tokens.items())
+    )
+    return lines + list(plan.words)

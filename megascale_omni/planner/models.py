@@ -1,0 +1,208 @@
+"""Model cards: the sizes of a model, from Megatron's argument names in YAML or JSON, or from Megatron's flags."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale_omni.paging.layout import ExpertShape
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a plan needs to know of a model and its batch. Names are Megatron's, counts are of the whole model."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_experts: int
+    moe_router_topk: int
+    moe_ffn_hidden_size: int
+    moe_layers: int
+    gated: bool
+    expert_bias: bool
+    dense_parameters: int
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    bf16: bool
+    recompute: bool
+
+    @property
+    def expert(self) -> ExpertShape:
+        """Sizes of one expert."""
+        return ExpertShape(
+            hidden=self.hidden_size, ffn=self.moe_ffn_hidden_size, gated=self.gated, bias=self.expert_bias
+        )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of all experts."""
+        return self.moe_layers * self.num_experts * self.expert.num_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model."""
+        return self.dense_parameters + self.expert_parameters
+
+
+def read_model(source: str) -> ModelCard:
+    """From a file (YAML, JSON, or a text of flags) or from flags themselves (``"--num-layers 4 ..."``).
+
+    Raises:
+        ValueError: not readable; a model without experts; a size that is missing or no whole number.
+    """
+    path = Path(source)
+    if source.lstrip().startswith("--"):
+        return model_card(_flags(source), name="flags")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--from {source} cannot be read: {error}; give a YAML or JSON file of Megatron's argument names, "
+            'or the flags: --from "--num-layers 4 ..."'
+        ) from error
+    if path.suffix == ".json":
+        values: object = json.loads(text)
+    elif path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--from {source} is not YAML: {' '.join(str(error).split())}") from error
+    else:
+        values = _flags(text)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"--from {source} must hold 'name: value' settings")
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and key in ("language_model", "model_parallel")
+        flat |= dict(value) if nested and isinstance(value, Mapping) else {str(key): value}
+    return model_card({str(k).replace("-", "_"): v for k, v in flat.items()}, name=path.stem)
+
+
+def _flags(text: str) -> dict[str, object]:
+    """``--name value`` and ``--switch`` of a command line; whatever is no flag is passed over."""
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    found: dict[str, object] = {}
+    for index, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        following = words[index + 1] if index + 1 < len(words) else "--"
+        found[name.replace("-", "_")] = value if equals else True if following.startswith("--") else following
+    return found
+
+
+def _moe_layers(frequency: object, num_layers: int, *, name: str) -> int:
+    """How many layers have experts, from ``moe_layer_freq``: every N-th, or a pattern such as ``[0]*3+[1]*58``."""
+    if isinstance(frequency, str) and "[" in frequency:
+        pattern: list[int] = []
+        for part in frequency.replace(" ", "").split("+"):
+            block, _, times = part.partition("*")
+            try:
+                pattern += [int(x) for x in block.strip("[]()").split(",")] * int(times or 1)
+            except ValueError as error:
+                raise ValueError(f"{name}: moe_layer_freq={frequency!r} is no number and no pattern") from error
+    elif isinstance(frequency, list):
+        pattern = [int(x) for x in frequency]
+    else:
+        every = _whole({"moe_layer_freq": frequency}, "moe_layer_freq", name=name)
+        pattern = [int(layer % every == 0) for layer in range(num_layers)]
+    if len(pattern) != num_layers:
+        raise ValueError(f"{name}: moe_layer_freq speaks of {len(pattern)} layers, num_layers of {num_layers}")
+    return sum(pattern)
+
+
+def _whole(values: Mapping[str, object], key: str, *, name: str, default: int | None = None) -> int:
+    value = values.get(key, default)
+    if value is None:
+        raise ValueError(f"{name}: {key} is missing; a plan needs it")
+    try:
+        number = int(str(value))
+    except ValueError as error:
+        raise ValueError(f"{name}: {key}={value!r} is not a whole number") from error
+    if number < 1:
+        raise ValueError(f"{name}: {key}={value!r} must be 1 or more")
+    return number
+
+
+def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
+    """From settings by Megatron's names. ``dense_parameters`` wins over counting the dense part.
+
+    Raises:
+        ValueError: see :func:`read_model`.
+    """
+    if values.get("num_experts") in (None, 0, "0"):
+        raise ValueError(f"{name}: there are no experts (num_experts); a dense model has nothing to page")
+
+    def whole(key: str, default: int | None = None) -> int:
+        return _whole(values, key, name=name, default=default)
+
+    layers, hidden = whole("num_layers"), whole("hidden_size")
+    gated = bool(values.get("swiglu") or values.get("quick_geglu") or values.get("gated_linear_unit"))
+    bias = not (values.get("disable_bias_linear") or values.get("add_bias_linear") is False)
+    ffn = whole("ffn_hidden_size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
+    moe_layers = _moe_layers(values.get("moe_layer_freq", 1), layers, name=name)
+    experts, topk = whole("num_experts"), whole("moe_router_topk", 2)
+    if topk > experts:
+        raise ValueError(f"{name}: moe_router_topk={topk} is more than num_experts={experts}")
+    card = ModelCard(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_experts=experts,
+        moe_router_topk=topk,
+        moe_ffn_hidden_size=whole("moe_ffn_hidden_size", ffn),
+        moe_layers=moe_layers,
+        gated=gated,
+        expert_bias=bias,
+        dense_parameters=1,
+        seq_length=whole("seq_length", 4096),
+        micro_batch_size=whole("micro_batch_size", 1),
+        global_batch_size=whole("global_batch_size", whole("micro_batch_size", 1)),
+        bf16=bool(values.get("bf16")),
+        recompute=values.get("recompute_granularity") == "full",
+    )
+    dense = values.get("dense_parameters")
+    counted = _dense(values, card, ffn=ffn, name=name) if dense is None else whole("dense_parameters")
+    return ModelCard(**{**card.__dict__, "dense_parameters": counted})
+
+
+def _dense(values: Mapping[str, object], card: ModelCard, *, ffn: int, name: str) -> int:
+    """Parameters outside the experts: embeddings, attention, norms, routers, shared experts, dense layers."""
+
+    def whole(key: str, default: int | None = None) -> int:
+        return _whole(values, key, name=name, default=default)
+
+    h, layers = card.hidden_size, card.num_layers
+    heads = whole("num_attention_heads")
+    channels = whole("kv_channels", max(1, h // heads))
+    groups = whole("num_query_groups", heads) if values.get("group_query_attention") else heads
+    bias = int(card.expert_bias)
+    norm = h if values.get("normalization") == "RMSNorm" else 2 * h
+    width = (heads + 2 * groups) * channels
+    attention = h * width + heads * channels * h + bias * (width + h)
+    attention += 2 * channels if values.get("qk_layernorm") else 0
+    feed = ExpertShape(hidden=h, ffn=ffn, gated=card.gated, bias=bool(bias)).num_parameters
+    shared_ffn = values.get("moe_shared_expert_intermediate_size")
+    shared = 0
+    if shared_ffn:
+        shared = ExpertShape(hidden=h, ffn=int(str(shared_ffn)), gated=card.gated, bias=bool(bias)).num_parameters
+    multiple = whole("make_vocab_size_divisible_by", 128)
+    vocabulary = -(-whole("vocab_size", 256) // multiple) * multiple
+    embeddings = vocabulary * h * (2 if values.get("untie_embeddings_and_output_weights") else 1)
+    if values.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        embeddings += whole("max_position_embeddings", card.seq_length) * h
+    router = card.num_experts * h
+    return (
+        embeddings
+        + layers * (attention + 2 * norm)
+        + norm
+        + card.moe_layers * (router + shared)
+        + (layers - card.moe_layers) * feed
+    )

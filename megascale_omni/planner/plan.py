@@ -1,0 +1,312 @@
+"""A plan: bytes by plane and tier, budgets, step time, stalls, break-even, and plain words.
+
+[Note: break-even]
+A page that comes over a link of ``B`` bytes/s to be used once in a forward must be met by enough tokens to hide it:
+``tokens x 2 P / F >= P x s / B`` for ``P`` weights of ``s`` bytes and ``F`` FLOP/s, hence ``tokens >= s F / (2 B)``
+for each expert and load. The optimizer has no such condition: its state comes once a step, however many tokens there
+were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from megascale_omni.planner.devices import Device
+from megascale_omni.planner.models import ModelCard
+from megascale_omni.planner.state import RankState, rank_state
+from megascale_omni.planner.traffic import Traffic, step_traffic
+
+DEVICE_SHARE = 0.9
+"""Of the device memory that a plan gives away; the rest is the framework's and for fragments."""
+
+ADVISED = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+"""Shares of all pages that are tried, from much to little; the smallest that costs little is advised."""
+
+SLOWER = 1.05
+"""What a smaller budget may cost to be advised: time of a step, relative to the best that fits."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's share of a machine. ``disk_bytes_s`` None: no disk."""
+
+    device: Device
+    device_memory: int
+    host_memory: int
+    disk_bytes_s: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the model is trained. ``active_share``: of experts with tokens in a micro-batch; None: evenly drawn."""
+
+    page_bytes: int
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    fp32_gradients: bool = True
+    active_share: float | None = None
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step under a budget. ``io_seconds``: what moves, at the bandwidth of where it lies; stalls: what compute cannot
+    hide.
+    """
+
+    budget_bytes: int
+    compute_seconds: float
+    io_seconds: float
+    loaded_bytes: float
+    written_bytes: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.compute_seconds, self.io_seconds)
+
+    @property
+    def stall_seconds(self) -> float:
+        """What is waited for."""
+        return max(0.0, self.io_seconds - self.compute_seconds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need and cost on one rank."""
+
+    model: str
+    parameters: int
+    expert_parameters: int
+    dense_bytes: int
+    activation_bytes: int
+    plane_bytes: dict[str, int]
+    total_page_bytes: int
+    smallest_budget: int
+    room_bytes: int
+    advised_budget: int | None
+    tier_bytes: dict[str, int]
+    tokens_per_expert: float
+    break_even_tokens: dict[str, float]
+    prediction: Prediction | None
+    words: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        found = asdict(self)
+        if self.prediction is not None:
+            found["prediction"] |= {
+                "step_seconds": self.prediction.step_seconds,
+                "stall_seconds": self.prediction.stall_seconds,
+            }
+        return found
+
+
+def dense_state_bytes(card: ModelCard, run: Run) -> int:
+    """Weights, gradients, masters and moments of the dense parameters of a rank."""
+    each = (2 + (4 if run.fp32_gradients else 2) + 12) if card.bf16 else 16
+    return card.dense_parameters * each // run.pipeline_parallel
+
+
+def activation_bytes(card: ModelCard, run: Run) -> int:
+    """A rough count of what forward keeps of a micro-batch: 34 numbers a token, layer and hidden element, and the
+    experts' pre-activations; with full recompute only a layer's input and one whole layer.
+    """
+    tokens, size = card.micro_batch_size * card.seq_length, 2 if card.bf16 else 4
+    layer = 17 * tokens * card.hidden_size * size
+    wide = (2 if card.gated else 1) * card.moe_ffn_hidden_size + card.hidden_size
+    layer += tokens * card.moe_router_topk * wide * size
+    layers = -(-card.num_layers // run.pipeline_parallel)
+    if card.recompute:
+        return layer + layers * tokens * card.hidden_size * size
+    return layer * layers * min(run.pipeline_parallel, _micro_batches(card, run))
+
+
+def _micro_batches(card: ModelCard, run: Run) -> int:
+    return max(1, card.global_batch_size // (card.micro_batch_size * run.data_parallel))
+
+
+def step_flops(card: ModelCard, run: Run) -> float:
+    """Of one rank: six a token and active parameter (eight with recompute), attention's scores included."""
+    tokens = card.global_batch_size * card.seq_length / run.data_parallel
+    experts = card.moe_layers * card.moe_router_topk * card.expert.num_parameters
+    passes = 8 if card.recompute else 6
+    scores = passes * card.num_layers * card.seq_length * card.hidden_size
+    return tokens * (passes * (card.dense_parameters + experts) + scores) / run.pipeline_parallel
+
+
+def active_share(card: ModelCard, run: Run) -> float:
+    """Share of a rank's experts that get tokens in a micro-batch where tokens choose evenly."""
+    if run.active_share is not None:
+        return run.active_share
+    chosen = card.micro_batch_size * card.seq_length * card.moe_router_topk * run.expert_parallel
+    return float(1.0 - (1.0 - 1.0 / card.num_experts) ** chosen)
+
+
+def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
+    """Plans a run on one rank.
+
+    Raises:
+        ValueError: what does not fit at all, with what would; layouts that cannot be.
+    """
+    state = rank_state(
+        card,
+        page_bytes=run.page_bytes,
+        expert_parallel=run.expert_parallel,
+        pipeline_parallel=run.pipeline_parallel,
+        fp32_gradients=run.fp32_gradients,
+    )
+    dense, activations = dense_state_bytes(card, run), activation_bytes(card, run)
+    room = max(0, int(machine.device_memory * DEVICE_SHARE) - dense - activations)
+    tokens = card.micro_batch_size * card.seq_length * card.moe_router_topk * run.expert_parallel
+    tokens_per_expert = tokens / (card.num_experts * active_share(card, run))
+    break_even = break_even_tokens(card, machine)
+    fits = room >= state.smallest_budget
+    wanted = run.budget_bytes if run.budget_bytes is not None else _advised(card, machine, run, state, room)
+    words = list(_words(card, machine, state, room=room, dense=dense + activations))
+    prediction = None
+    tiers = dict.fromkeys(("device", "host", "disk"), 0)
+    if wanted is not None and (fits or run.budget_bytes is not None):
+        if wanted < state.smallest_budget:
+            raise ValueError(
+                f"a budget of {wanted} bytes is too small for {card.name}: {state.smallest_budget} are needed: give "
+                "that, or smaller pages"
+            )
+        prediction = predict(card, machine, run, state, budget_bytes=wanted)
+        tiers = tiers_of(state, machine, budget_bytes=wanted)
+        words += _about(prediction, state, tokens_per_expert=tokens_per_expert, break_even=break_even, tiers=tiers)
+    return Plan(
+        model=card.name,
+        parameters=card.parameters,
+        expert_parameters=card.expert_parameters,
+        dense_bytes=dense,
+        activation_bytes=activations,
+        plane_bytes=state.plane_bytes,
+        total_page_bytes=state.total_bytes,
+        smallest_budget=state.smallest_budget,
+        room_bytes=room,
+        advised_budget=wanted if fits or run.budget_bytes is not None else None,
+        tier_bytes=tiers,
+        tokens_per_expert=tokens_per_expert,
+        break_even_tokens=break_even,
+        prediction=prediction,
+        words=tuple(words),
+    )
+
+
+def break_even_tokens(card: ModelCard, machine: Machine) -> dict[str, float]:
+    """Tokens an expert must have for each load, by where it comes from, see [Note: break-even]."""
+    size = 2 if card.bf16 else 4
+    peak = machine.device.bf16_flops if card.bf16 else machine.device.fp32_flops
+    found = {"host": size * peak / (2 * machine.device.link_bytes)}
+    if machine.disk_bytes_s is not None:
+        found["disk"] = size * peak / (2 * machine.disk_bytes_s)
+    return found
+
+
+def tiers_of(state: RankState, machine: Machine, *, budget_bytes: int) -> dict[str, int]:
+    """Bytes of all pages by tier: device first, then host, then disk."""
+    device = min(budget_bytes, state.total_bytes)
+    host = min(machine.host_memory, state.total_bytes - device)
+    return {"device": device, "host": host, "disk": state.total_bytes - device - host}
+
+
+def predict(card: ModelCard, machine: Machine, run: Run, state: RankState, *, budget_bytes: int) -> Prediction:
+    """A step's time under a budget: compute and io side by side; reading and writing share a disk, but not a link."""
+    traffic = step_traffic(
+        state,
+        budget_bytes=budget_bytes,
+        micro_batches=_micro_batches(card, run),
+        active_share=active_share(card, run),
+        recompute=card.recompute,
+    )
+    tiers = tiers_of(state, machine, budget_bytes=budget_bytes)
+    away = max(1, tiers["host"] + tiers["disk"])
+    return Prediction(
+        budget_bytes=budget_bytes,
+        compute_seconds=step_flops(card, run) / machine.device.flops(bf16=card.bf16),
+        io_seconds=_io_seconds(traffic, machine, on_disk=tiers["disk"] / away),
+        loaded_bytes=traffic.loaded_bytes,
+        written_bytes=traffic.written_bytes,
+    )
+
+
+def _io_seconds(traffic: Traffic, machine: Machine, *, on_disk: float) -> float:
+    link = max(traffic.loaded_bytes, traffic.written_bytes) / machine.device.link_bytes
+    if not on_disk or machine.disk_bytes_s is None:
+        return link
+    return max(link, on_disk * (traffic.loaded_bytes + traffic.written_bytes) / machine.disk_bytes_s)
+
+
+def _advised(card: ModelCard, machine: Machine, run: Run, state: RankState, room: int) -> int | None:
+    if room < state.smallest_budget:
+        return None
+    if room >= state.total_bytes:
+        return state.total_bytes
+    tried: list[Prediction] = []
+    for share in ADVISED:
+        budget = max(state.smallest_budget, int(share * state.total_bytes))
+        if budget <= room:
+            tried.append(predict(card, machine, run, state, budget_bytes=budget))
+            if tried[-1].step_seconds > SLOWER * tried[0].step_seconds:
+                return tried[-2].budget_bytes
+    return tried[-1].budget_bytes if tried else room
+
+
+def _words(card: ModelCard, machine: Machine, state: RankState, *, room: int, dense: int) -> list[str]:
+    """What does not fit, and what to do."""
+    found = []
+    if room < state.smallest_budget:
+        found.append(
+            f"This does not fit: besides {gib(dense)} for dense state and activations, pages need "
+            f"{gib(state.smallest_budget)} at least; {gib(room)} are left. Use more pipeline stages, full recompute, a "
+            "smaller micro-batch or smaller pages."
+        )
+    elif room >= state.total_bytes:
+        found.append("Everything fits in device memory: paging is not needed. Leave the budget out.")
+    short = state.total_bytes - room - machine.host_memory
+    if short > 0 and machine.disk_bytes_s is None:
+        found.append(f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks.")
+    return found
+
+
+def _about(
+    prediction: Prediction,
+    state: RankState,
+    *,
+    tokens_per_expert: float,
+    break_even: Mapping[str, float],
+    tiers: Mapping[str, int],
+) -> list[str]:
+    """Where paging loses, in words."""
+    if prediction.loaded_bytes <= 0:
+        return []
+    if prediction.stall_seconds <= 0.05 * prediction.step_seconds:
+        return ["What moves is hidden behind compute."]
+    where = "disk" if tiers["disk"] else "host"
+    needed = break_even.get(where, 0.0)
+    slower = prediction.step_seconds / prediction.compute_seconds
+    found = [
+        f"Paging loses here: a step moves {gib(prediction.loaded_bytes + prediction.written_bytes)} and waits for it: "
+        f"it takes {slower:.1f} times what its compute takes."
+    ]
+    if needed > tokens_per_expert:
+        found.append(
+            f"Weights that come from {where} with every micro-batch pay from {needed:,.0f} tokens an expert; there are "
+            f"{tokens_per_expert:,.0f}. Use larger micro-batches, or more expert parallelism, so that weights stay."
+        )
+    if tiers["disk"]:
+        found.append("More host memory keeps pages off the disk; larger global batches step the optimizer less often.")
+    else:
+        found.append("A larger global batch steps the optimizer, whose state is most of what moves, less often.")
+    return found
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes / 1024:.0f} KiB"

@@ -1,0 +1,236 @@
+"""Plans: cards have the published sizes, bytes are those of a run, traffic and words follow from the numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale_omni import cli
+from megascale_omni.paging.layout import MIB
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.needs import class_needs
+from megascale_omni.planner import bandwidth
+from megascale_omni.planner.devices import DEVICES, GIB
+from megascale_omni.planner.devices import bandwidth as bytes_a_second
+from megascale_omni.planner.models import ModelCard, model_card, read_model
+from megascale_omni.planner.plan import Machine, Run, break_even_tokens, make_plan
+from megascale_omni.planner.state import rank_state
+from megascale_omni.planner.traffic import step_traffic
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 1024,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "seq_length": 128,
+    "micro_batch_size": 8,
+    "global_batch_size": 8,
+}
+
+
+def card(**changes: object) -> ModelCard:
+    return model_card({**SMALL, **changes}, name="small")
+
+
+def machine(memory: int = 80 * GIB, host: int = 0, disk: float | None = 1e9, device: str = "h100") -> Machine:
+    return Machine(DEVICES[device], memory, host, disk)
+
+
+# -- cards -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x7b", 46.7),
+        ("qwen3-30b-a3b", 30.5),
+        ("deepseek-v3", 671),
+        ("olmoe-1b-7b", 6.92),
+        ("megascale-352b", 352),
+    ],
+)
+def test_model_cards_have_the_published_number_of_parameters(name, billions):
+    found = read_model(str(CONFIGS / "models" / f"{name}.yaml"))
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_the_trainers_configuration_and_flags_are_read_alike():
+    from_file = read_model(str(CONFIGS / "quickstart.yaml"))
+    flags = (
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --position-embedding-type rope --swiglu "
+        "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 8 "
+        "--moe-router-topk=2 --moe-ffn-hidden-size 1024 --seq-length 128 --micro-batch-size 8 --global-batch-size 8"
+    )
+    assert replace(read_model(flags), name="") == replace(from_file, name="")
+    assert from_file.parameters == 26_355_968, "as the trainer counts them"
+
+
+def test_layers_with_experts():
+    assert card(moe_layer_freq=2).moe_layers == 2
+    assert card(moe_layer_freq="[0]*1+[1]*3").moe_layers == 3
+    with pytest.raises(ValueError, match="moe_layer_freq speaks of 5 layers, num_layers of 4"):
+        card(moe_layer_freq=[0, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "there are no experts"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_layers": "four"}, "num_layers='four' is not a whole number"),
+        ({"moe_router_topk": 9}, "moe_router_topk=9 is more than num_experts=8"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 must be 1 or more"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        card(**changes)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("page_bytes", [MIB // 2, 16 * MIB])
+def test_bytes_are_those_of_a_manager(bf16, page_bytes):
+    model = card(bf16=bf16, disable_bias_linear=False)
+    state = rank_state(model, page_bytes=page_bytes, expert_parallel=2, pipeline_parallel=2, fp32_gradients=True)
+    manager = ExpertManager(device=torch.device("cpu"))
+    for module in state.modules:
+        manager.add_module(path=str(module.entry.module), layout=module.layout, num_experts=4, dtypes=module.dtypes)
+    assert len(manager.modules) == 2
+    assert class_needs(manager.modules) == state.needs
+    total = sum(m.entry.num_pages * m.slot_class(p).nbytes for m in manager.modules for p in m.dtypes)
+    assert state.total_bytes == total
+    assert ("master" in state.plane_bytes) is bf16
+
+
+def test_tiers_take_everything_and_no_more_than_they_have():
+    plan = make_plan(card(), machine(memory=2 * GIB, host=100 * MIB), Run(page_bytes=MIB, budget_bytes=150 * MIB))
+    assert sum(plan.tier_bytes.values()) == plan.total_page_bytes
+    assert plan.tier_bytes["device"] == 150 * MIB
+    assert plan.tier_bytes["host"] == 100 * MIB
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------------
+
+
+def traffic(share: float, *, micro_batches: int = 1, active: float = 1.0) -> float:
+    state = rank_state(card(), page_bytes=MIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True)
+    found = step_traffic(
+        state,
+        budget_bytes=int(share * state.total_bytes),
+        micro_batches=micro_batches,
+        active_share=active,
+        recompute=False,
+    )
+    return found.loaded_bytes / state.total_bytes
+
+
+def test_traffic_grows_as_the_budget_shrinks_and_with_micro_batches():
+    assert traffic(1.0) == 0
+    assert 0 < traffic(0.75) < traffic(0.5) < traffic(0.25)
+    assert traffic(0.25, micro_batches=2) > traffic(0.25)
+    assert traffic(0.25, active=0.25) < 0.5 * traffic(0.25)
+    three, five, seven = (traffic(0.25, micro_batches=n) for n in (3, 5, 7))
+    assert seven - five == pytest.approx(five - three, rel=0.05), "a straight line"
+
+
+def test_traffic_of_a_there_and_back_sweep_is_what_does_not_fit():
+    """One micro-batch: of 4 planes of state, what is not here comes once a step, or a little more."""
+    assert 0.5 <= traffic(0.5) <= 0.8
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_break_even_is_flops_by_bytes():
+    """989 TFLOP/s over 64 GB/s and 450 GB/s."""
+    bf16 = card(bf16=True)
+    assert break_even_tokens(bf16, machine())["host"] == pytest.approx(15_453, rel=1e-3)
+    assert break_even_tokens(bf16, machine(device="gh200"))["host"] == pytest.approx(2_198, rel=1e-3)
+    assert "disk" not in break_even_tokens(bf16, machine(disk=None))
+
+
+def test_what_fits_needs_no_paging_and_what_does_not_is_said():
+    fits = make_plan(card(), machine(), Run(page_bytes=MIB))
+    assert fits.advised_budget == fits.total_page_bytes
+    assert "Everything fits" in fits.words[0]
+    too_large = make_plan(card(), machine(memory=64 * MIB), Run(page_bytes=MIB))
+    assert too_large.advised_budget is None
+    assert too_large.prediction is None
+    assert "This does not fit" in too_large.words[0]
+    homeless = make_plan(card(), machine(memory=500 * MIB, disk=None), Run(page_bytes=MIB))
+    assert any("have no place" in words for words in homeless.words)
+
+
+def test_where_paging_loses_is_said_in_words():
+    slow = make_plan(card(), machine(disk=1e8), Run(page_bytes=MIB, budget_bytes=100 * MIB))
+    assert slow.prediction is not None
+    assert slow.prediction.stall_seconds > 0
+    assert slow.prediction.step_seconds == slow.prediction.io_seconds
+    assert any("Paging loses here" in words for words in slow.words)
+    assert any("pay from" in words for words in slow.words)
+
+
+def test_budgets_and_layouts_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"a budget of 5 bytes is too small for small: \d+ are needed"):
+        make_plan(card(), machine(), Run(page_bytes=MIB, budget_bytes=5))
+    with pytest.raises(ValueError, match="8 experts cannot be divided by --expert-parallel 3"):
+        make_plan(card(), machine(), Run(page_bytes=MIB, expert_parallel=3))
+    with pytest.raises(ValueError, match="--pipeline-parallel 9 is more than the 4 MoE layers"):
+        make_plan(card(), machine(), Run(page_bytes=MIB, pipeline_parallel=9))
+
+
+# -- the machine, the command ------------------------------------------------------------------------------------------
+
+
+def test_rates():
+    assert bytes_a_second("pcie4", key="--link") == 32e9
+    assert bytes_a_second("6GB/s", key="--link") == 6e9
+    for bad in ("fast", "0"):
+        with pytest.raises(ValueError, match="--link="):
+            bytes_a_second(bad, key="--link")
+
+
+def test_a_disk_is_measured_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(bandwidth, "REQUEST_BYTES", MIB)
+    assert bandwidth.measure_disk(tmp_path, nbytes=8 * MIB) > 1e5
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_a_plan_and_json(capsys):
+    arguments = ["plan", "--from", str(CONFIGS / "quickstart.yaml"), "--page-size", "1MiB", "--budget", "50%"]
+    arguments += ["--device-memory", "1GiB", "--host-memory", "1GiB", "--disk-bandwidth", "1GB/s"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    for part in ("by plane: weight", "by tier: device", "a step:", "to hide a load:"):
+        assert part in text
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prediction"]["step_seconds"] > 0
+    assert sum(found["plane_bytes"].values()) == found["total_page_bytes"] == sum(found["tier_bytes"].values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--from", "nowhere.yaml"], "--from nowhere.yaml cannot be read"),
+        (["--from", "--num-layers 4 --hidden-size 8"], "there are no experts (num_experts)"),
+        (["--device", "tpu"], "device 'tpu' is unknown; choose among a100, h100, h200, gh200"),
+        (["--active-experts", "many"], "is no percentage of experts"),
+        (["--expert-parallel", "0"], "--expert-parallel 0 must be 1 or more"),
+        (["--device-memory", "much"], "--device-memory='much' is not a size"),
+    ],
+)
+def test_mistakes_are_messages(flags, message, capsys):
+    given = [] if flags[0] == "--from" else ["--from", str(CONFIGS / "quickstart.yaml")]
+    source = [f"--from={flags[1]}"] if flags[0] == "--from" else flags
+    assert cli.main(["plan", *given, *source]) == 1
+    assert message in capsys.readouterr().err
