@@ -19,6 +19,9 @@ from megascale_omni.paging.budget import Budget, parse_percent
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
 ProductsChoice = Literal["auto", "blas", "onednn"]
+Dispatcher = Literal["stock", "groups"]
+Move = Literal["auto", "tokens", "pages"]
+Discovery = Literal["allgather", "gossip"]
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -123,11 +126,40 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """How tokens reach experts on other ranks.
+
+    Attributes:
+        dispatcher: ``stock`` (the one that the framework is configured with), or ``groups``: each token once to each
+            rank, partial results summed there.
+        move: what travels to meet, with ``groups``: ``tokens``, ``pages`` of experts, or ``auto``, for each expert what
+            costs less.
+        discovery: how ranks tell each other their counts: ``allgather``, or ``gossip`` in ceil(log2 ranks) rounds.
+        group_cache: memberships that are remembered.
+    """
+
+    dispatcher: Dispatcher = "stock"
+    move: Move = "auto"
+    discovery: Discovery = "allgather"
+    group_cache: int = 64
+
+    def __post_init__(self) -> None:
+        for key, choices in (("dispatcher", Dispatcher), ("move", Move), ("discovery", Discovery)):
+            if getattr(self, key) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise ValueError(f"distributed.{key}={getattr(self, key)!r} is unknown; choose one of {known}")
+        size = self.group_cache
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"distributed.group_cache={size!r} must be a whole number of entries, 1 or more")
+
+
+@dataclass(frozen=True)
 class MegaScaleConfig:
     """Everything a run of MegaScale can be told. By default the run computes what stock computes."""
 
     paging: PagingConfig = field(default_factory=PagingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> MegaScaleConfig:

@@ -23,6 +23,13 @@ _PAGING = {
 }
 """Flags and the paging options that they set."""
 
+_DISTRIBUTED = {
+    "megascale_dispatcher": "dispatcher",
+    "megascale_move": "move",
+    "megascale_discovery": "discovery",
+}
+"""Flags and the options of the distributed section that they set."""
+
 
 def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
@@ -51,6 +58,19 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         choices=["auto", "blas", "onednn"],
         help="library of fp32 products on a CPU (default auto: oneDNN where the processor is not Intel's)",
     )
+    group.add_argument(
+        "--megascale-dispatcher",
+        choices=["stock", "groups"],
+        help="how tokens reach experts: stock's dispatcher (default), or each token once to each rank",
+    )
+    group.add_argument(
+        "--megascale-move",
+        choices=["auto", "tokens", "pages"],
+        help="what travels with --megascale-dispatcher groups (default auto: what costs less)",
+    )
+    group.add_argument(
+        "--megascale-discovery", choices=["allgather", "gossip"], help="how ranks exchange counts (default allgather)"
+    )
     return parser
 
 
@@ -73,6 +93,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         paging["prefetch"] = paging["prefetch"] == "on"
     if paging:
         config = config.replace("paging", **paging)
+    given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}
+    if given_distributed:
+        config = config.replace("distributed", **given_distributed)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
     return config
