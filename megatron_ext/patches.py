@@ -1,4 +1,4 @@
-"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and one function.
+"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and two functions.
 
 [Note: patching construction]
 Stock names its classes in many modules, some of them by ``from ... import``. Replacing a name reaches only those who
@@ -207,6 +207,7 @@ def _all_patches() -> list[Patch]:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from megatron_ext.chunks import sort_chunks
     from megatron_ext.distributed import MegaScaleDDP
     from megatron_ext.layer import MegaScaleMoELayer
     from megatron_ext.optimizer import build_optimizer
@@ -215,4 +216,5 @@ def _all_patches() -> list[Patch]:
         MakeSubclass("moe_layer", MoELayer, MegaScaleMoELayer),
         MakeSubclass("ddp", DistributedDataParallel, MegaScaleDDP),
         WrapFunction("optimizer", "megatron.core.optimizer", "get_megatron_optimizer", build_optimizer),
+        WrapFunction("chunks", "megatron.core.transformer.moe.moe_utils", "sort_chunks_by_idxs", sort_chunks),
     ]

@@ -76,8 +76,12 @@ class BlasProducts:
             out.copy_(partial)
 
 
-ROW_QUANTUM = 64
-"""oneDNN compiles a kernel, about 0.65 MB each, for every number of rows: it gets multiples of this only."""
+ROW_QUANTUM = 32
+ROW_BLOCK = 256
+"""oneDNN compiles a kernel, about 0.65 MB each, for every number of rows: it gets multiples of the quantum up to a
+block, and multiples of the block."""
+_FEW_ROWS = 16
+"""Up to here :class:`BlasProducts` are as fast."""
 
 
 class OneDnnProducts(BlasProducts):
@@ -87,25 +91,32 @@ class OneDnnProducts(BlasProducts):
     measured 200 against 430 GFLOP/s on two cores of an AVX-512 EPYC. oneDNN generates code for what the processor has.
 
     [Note: row quantum]
-    Token counts differ at every call. Rows beyond a multiple of ``ROW_QUANTUM`` go through :class:`BlasProducts`; where
-    tokens are what is summed over, both operands are copied with zeros behind them. Either way the result follows from
-    the operands' shapes and values alone.
+    Token counts differ at every call, and few row counts are to have a kernel. So a product takes whole blocks of rows
+    where they are, and a copy of the rest in a buffer of a multiple of the quantum (what its other rows give is not
+    used). Where tokens are what is summed over, both operands are copied with zeros behind them. Either way the result
+    follows from the operands' shapes and values alone.
     """
 
     name = "onednn"
 
     def nt(self, a_nk: torch.Tensor, b_mk: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        self._rows(a_nk, b_mk, out, accumulate)
+        if a_nk.dtype is torch.float32:
+            self._rows(a_nk, b_mk, out, accumulate)
+        else:
+            self._product(a_nk, b_mk.t(), out, accumulate)
 
     def nn(self, a_nk: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        self._rows(a_nk, b_km.t(), out, accumulate)
+        if a_nk.dtype is torch.float32:
+            self._rows(a_nk, b_km.t(), out, accumulate)
+        else:
+            self._product(a_nk, b_km, out, accumulate)
 
     def tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
         k, n = a_kn.shape
         if a_kn.dtype is not torch.float32 or k < ROW_QUANTUM:
             self._product(a_kn.t(), b_km, out, accumulate)
             return
-        padded = -(-k // ROW_QUANTUM) * ROW_QUANTUM
+        padded = padded_rows(k)
         # A contiguous left operand is worth its copy: 447 against 211 GFLOP/s at 128 x 512 x 512.
         left_nk = self._workspace.take("left", (n, padded), a_kn.dtype)
         left_nk[:, :k].copy_(a_kn.t())
@@ -119,11 +130,28 @@ class OneDnnProducts(BlasProducts):
 
     def _rows(self, a_nk: torch.Tensor, b_mk: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         """``out (+)= a b^T``; see [Note: row quantum]."""
-        whole = a_nk.shape[0] // ROW_QUANTUM * ROW_QUANTUM if a_nk.dtype is torch.float32 else 0
+        n = a_nk.shape[0]
+        whole = n // ROW_BLOCK * ROW_BLOCK
         if whole:
             _put(_inner_product(a_nk[:whole], b_mk), out[:whole], accumulate)
-        if whole < a_nk.shape[0]:
-            self._product(a_nk[whole:], b_mk.t(), out[whole:], accumulate)
+        if whole == n:
+            return
+        rest_nk, rest_out = (a_nk, out) if not whole else (a_nk[whole:], out[whole:])
+        padded = padded_rows(n - whole)
+        if n - whole <= _FEW_ROWS:
+            self._product(rest_nk, b_mk.t(), rest_out, accumulate)
+        elif padded == n - whole:
+            _put(_inner_product(rest_nk, b_mk), rest_out, accumulate)
+        else:
+            padded_nk = self._workspace.take("rows", (padded, a_nk.shape[1]), a_nk.dtype)
+            padded_nk[: n - whole].copy_(rest_nk)
+            _put(_inner_product(padded_nk, b_mk)[: n - whole], rest_out, accumulate)
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that a kernel is made for: the next multiple of the quantum, beyond a block of the block."""
+    quantum = ROW_QUANTUM if rows <= ROW_BLOCK else ROW_BLOCK
+    return -(-rows // quantum) * quantum
 
 
 def _inner_product(a_nk: torch.Tensor, b_mk: torch.Tensor) -> torch.Tensor:

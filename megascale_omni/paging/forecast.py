@@ -2,7 +2,7 @@
 
 [Note: next use]
 A training step visits modules in an order that the next step repeats: forward through the layers for each micro-batch,
-backward, optimizer. The forecast keeps the sequence of visits (phase, module) of the last whole step. Time is the
+backward, optimizer. The forecast keeps the sequence of visits (module, planes) of the last whole step. Time is the
 position in that sequence, counted on over steps; within a visit pages are used in ascending order, so that page ``i``
 of ``n`` is used at ``position + i / n``. Whoever evicts the page whose next use is farthest away does what Belady's MIN
 does, up to pages of experts that get no tokens.
@@ -16,16 +16,6 @@ from dataclasses import dataclass
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
 
-COMPUTE = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.EVAL})
-USES: dict[Plane, frozenset[Phase]] = {
-    Plane.WEIGHT: COMPUTE | {Phase.STEP},
-    Plane.GRADIENT: frozenset({Phase.BACKWARD, Phase.STEP}),
-    Plane.MASTER: frozenset({Phase.STEP}),
-    Plane.MOMENT1: frozenset({Phase.STEP}),
-    Plane.MOMENT2: frozenset({Phase.STEP}),
-}
-"""Phases that use a plane."""
-
 FAR = float(1 << 40)
 """Later than any use that is known."""
 
@@ -35,10 +25,11 @@ LONGEST_STEP = 1 << 16
 
 @dataclass(frozen=True)
 class Visit:
-    """A phase's pass over one module."""
+    """A phase's pass over one module's pages, and the planes it uses."""
 
     phase: Phase
     module: int
+    planes: tuple[Plane, ...]
 
 
 class Forecast:
@@ -63,9 +54,8 @@ class Forecast:
         self._last, self._now = self._now, []
         self._positions = {}
         for position, visit in enumerate(self._last):
-            for plane, phases in USES.items():
-                if visit.phase in phases:
-                    self._positions.setdefault((plane, visit.module), []).append(position)
+            for plane in visit.planes:
+                self._positions.setdefault((plane, visit.module), []).append(position)
 
     @property
     def position(self) -> int:
@@ -79,7 +69,7 @@ class Forecast:
 
     def uses_now(self, plane: Plane) -> bool:
         """Whether the current visit uses ``plane``."""
-        return self._current is not None and self._current.phase in USES[plane]
+        return self._current is not None and plane in self._current.planes
 
     def next_visit(self, plane: Plane, module: int, *, after: int) -> float:
         """Position of the first visit after ``after`` that uses ``plane`` of ``module``; FAR where none is known."""

@@ -20,7 +20,7 @@ from megascale_omni.paging.batches import Batch, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
-from megascale_omni.paging.forecast import USES, Forecast, Visit
+from megascale_omni.paging.forecast import Forecast, Visit
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
@@ -244,7 +244,7 @@ class ExpertManager:
         where the caller does not come back for the next wave they are absent again, being half written.
         """
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
-        self._begin_visit(module, phase, experts)
+        self._begin_visit(Visit(phase, module.entry.module, tuple(planes)), experts)
         ids = {p: [self._batch_ids(module, p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
         for number, items in enumerate(batches):
@@ -282,7 +282,8 @@ class ExpertManager:
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
         are made, filled with zeros.
         """
-        self._begin_visit(module, phase, None)
+        if names:
+            self._begin_visit(Visit(phase, module.entry.module, tuple(planes)), None)
         groups = [np.concatenate([self._batch_ids(module, p, (name,)) for p in planes]) for name in names]
         for number, name in enumerate(names):
             leases: list[Lease] = []
@@ -302,12 +303,13 @@ class ExpertManager:
                 for lease in leases:
                     lease.release()
 
-    def _begin_visit(self, module: PagedModule, phase: Phase, experts: Sequence[int] | None) -> None:
+    def _begin_visit(self, visit: Visit, experts: Sequence[int] | None) -> None:
         if not self.pager.can_evict:
             return
         self.pager.poll()
-        self.forecast.visit(Visit(phase, module.entry.module))
-        self.pager.cursor = (module.entry.module, -1.0)
+        self.forecast.visit(visit)
+        self.pager.cursor = (visit.module, -1.0)
+        module = self._modules[visit.module]
         if experts is not None:
             self.table.active[self.ids(module, Plane.WEIGHT, range(module.entry.num_experts))] = False
             self.table.active[self.ids(module, Plane.WEIGHT, experts)] = True
@@ -343,8 +345,7 @@ class ExpertManager:
             module = self._modules[visit.module]
             ids = self.ids(module, Plane.WEIGHT, range(module.entry.num_experts))
             probable = ids[self.table.active[ids]][:count]
-            planes = [plane for plane in module.dtypes if visit.phase in USES[plane]]
-            found = (probable[:, None] + np.asarray([int(p) for p in planes])).reshape(-1)
+            found = (probable[:, None] + np.asarray([int(plane) for plane in visit.planes])).reshape(-1)
             result: list[int] = found[self.table.tier[found] != TierKind.ABSENT][:count].tolist()
             return result
         return []

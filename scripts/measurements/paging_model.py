@@ -81,6 +81,31 @@ class Trained:
         return sorted(names)
 
 
+def random_experts(
+    manager: ExpertManager, path: str, task: Task, *, workspace: Workspace, generator: torch.Generator
+) -> PagedExperts:
+    """A module of a task with random weights and all planes of a training."""
+    dtypes = {Plane.WEIGHT: task.dtype, Plane.GRADIENT: torch.float32}
+    if task.dtype is not torch.float32:
+        dtypes[Plane.MASTER] = torch.float32
+    experts = PagedExperts(
+        manager=manager,
+        path=path,
+        layout=task.layout,
+        num_experts=task.experts,
+        dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
+        activation=Activation("silu", gated=True),
+        style="sequential",
+        products=BlasProducts(workspace),
+        workspace=workspace,
+    )
+    for expert in range(task.experts):
+        shapes = {part.tensor.name: part.tensor.shape for part in experts.names.of_expert(expert)}
+        values = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
+        experts.initialise(expert, {name: value.to(task.dtype) for name, value in values.items()})
+    return experts
+
+
 class Model:
     """The modules of a task with their optimizer, on one manager."""
 
@@ -89,10 +114,10 @@ class Model:
         self.manager = ExpertManager(device=CPU, options=options, mover=mover, poison=True)
         workspace = Workspace(CPU)
         generator = torch.Generator().manual_seed(task.seed)
-        self.modules = [self._module(number, workspace, generator) for number in range(task.modules)]
-        for experts in self.modules:
-            for plane in (Plane.MOMENT1, Plane.MOMENT2):
-                self.manager.set_plane_dtype(experts.pages, plane, torch.float32)
+        self.modules = [
+            random_experts(self.manager, f"layers.{number}.experts", task, workspace=workspace, generator=generator)
+            for number in range(task.modules)
+        ]
         self.manager.check_budget()
         self.groups = [{"lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8} for _ in range(2)]
         self.adam = PagedAdam(
@@ -103,28 +128,6 @@ class Model:
             max_lag=task.max_lag,
         )
         self.gradients = ExpertGradients(self.modules)
-
-    def _module(self, number: int, workspace: Workspace, generator: torch.Generator) -> PagedExperts:
-        task = self.task
-        dtypes = {Plane.WEIGHT: task.dtype, Plane.GRADIENT: torch.float32}
-        if task.dtype is not torch.float32:
-            dtypes[Plane.MASTER] = torch.float32
-        experts = PagedExperts(
-            manager=self.manager,
-            path=f"layers.{number}.experts",
-            layout=task.layout,
-            num_experts=task.experts,
-            dtypes=dtypes,
-            activation=Activation("silu", gated=True),
-            style="sequential",
-            products=BlasProducts(workspace),
-            workspace=workspace,
-        )
-        for expert in range(task.experts):
-            shapes = {part.tensor.name: part.tensor.shape for part in experts.names.of_expert(expert)}
-            values = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
-            experts.initialise(expert, {name: value.to(task.dtype) for name, value in values.items()})
-        return experts
 
     def forward(self, generator: torch.Generator) -> torch.Tensor:
         """The loss of a batch."""

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from megascale_omni.experts.products import (
+    ROW_BLOCK,
     ROW_QUANTUM,
     BlasProducts,
     OneDnnProducts,
     is_intel_cpu,
     onednn_available,
+    padded_rows,
     products_for,
 )
 from megascale_omni.experts.workspace import Workspace
@@ -18,7 +20,17 @@ from tests.unit.experts.paged import CPU, PRODUCTS
 from tests.unit.experts.reference import relative_error
 
 FORMS = ("nt", "nn", "tn")
-SIZES = ((1, 1, 1), (1, 7, 5), (ROW_QUANTUM, 8, 24), (17, 31, 1), (40, 3, 16), (33, 16, 50))  # n, m, k
+SIZES = (  # n, m, k
+    (1, 1, 1),
+    (1, 7, 5),
+    (ROW_QUANTUM, 8, 24),
+    (17, 31, 1),
+    (40, 3, 16),
+    (33, 16, 50),
+    (ROW_BLOCK, 8, ROW_BLOCK),
+    (ROW_BLOCK + 5, 8, ROW_BLOCK + 5),
+    (3 * ROW_BLOCK + 17, 24, 2 * ROW_BLOCK + 40),
+)
 
 
 def make(name: str) -> BlasProducts:
@@ -97,6 +109,12 @@ def test_a_product_does_not_depend_on_products_before_it(library, form):
             getattr(products, form)(left, right, out=found)
             getattr(make(library), form)(left, right, out=fresh)
             assert found.equal(fresh), (sizes, n)
+
+
+def test_few_row_counts_have_a_kernel():
+    counts = {padded_rows(rows) for rows in range(1, 8 * ROW_BLOCK + 1)}
+    assert len(counts) == ROW_BLOCK // ROW_QUANTUM + 7
+    assert all(rows <= padded_rows(rows) for rows in range(1, 1000))
 
 
 @pytest.mark.skipif(not onednn_available(), reason="this torch build has no oneDNN")
