@@ -83,11 +83,10 @@ class Channel:
         """``[P, ...]``: the tensor of every rank, which all have one shape."""
         if self.group is None:
             return values.unsqueeze(0)
-        result = values.new_empty(self.size, *values.shape)
-        self.guarded(
-            lambda: dist.all_gather_into_tensor(result, values.contiguous(), group=self.group), "exchanging counts"
-        )
-        return result
+        result = values.new_empty(self.size * values.numel())  # gloo takes no other shape
+        given = values.contiguous().view(-1)
+        self.guarded(lambda: dist.all_gather_into_tensor(result, given, group=self.group), "exchanging counts")
+        return result.view(self.size, *values.shape)
 
     def transfer(self, transfers: Sequence[Transfer]) -> Transfers:
         """Starts transfers between pairs of ranks. Both sides name theirs in the same order."""
@@ -106,20 +105,21 @@ class Channel:
 
     def _gone(self) -> list[int]:
         """Global ranks of the group that do not answer. Ranks that are alive fail likewise, and then ask, too."""
-        gone = []
-        asked: list[tuple[int, dist.Work | None]] = []
-        beat = torch.zeros(1, dtype=torch.uint8)
+        beat, gone = torch.zeros(1, dtype=torch.uint8), []
+        asked: list[tuple[int, list[dist.Work]]] = []
         for peer in [p for p in self.global_ranks if p != dist.get_rank()]:
+            works: list[dist.Work | None] = []
             try:
-                dist.isend(beat, peer, group=self.group, tag=_PROBE_TAG)
-                answer = dist.irecv(torch.empty_like(beat), peer, group=self.group, tag=_PROBE_TAG)
-            except RuntimeError:
-                answer = None
-            asked.append((peer, answer))
-        for peer, answer in asked:
-            try:
-                if answer is None or not answer.wait(timedelta(seconds=_PROBE_SECONDS)):
-                    gone.append(peer)
+                works.append(dist.isend(beat, peer, group=self.group, tag=_PROBE_TAG))
+                works.append(dist.irecv(torch.empty_like(beat), peer, group=self.group, tag=_PROBE_TAG))
+                asked.append((peer, [work for work in works if work is not None]))
             except RuntimeError:
                 gone.append(peer)
-        return gone
+        for peer, pending in asked:
+            try:
+                answers = [work.wait(timedelta(seconds=_PROBE_SECONDS)) for work in pending]
+            except RuntimeError:
+                answers = [False]
+            if not all(answers):
+                gone.append(peer)
+        return sorted(gone)

@@ -92,7 +92,7 @@ def send_rows(map_TE: torch.Tensor, *, ranks: int, columns: torch.Tensor | None 
     """
     tokens, experts = map_TE.shape
     local = experts // ranks
-    map_TPL = map_TE.view(tokens, ranks, local)
+    map_TPL = map_TE.reshape(tokens, ranks, local)
     need_PT = map_TPL.any(-1).t().contiguous()
     rank_R, token_R = need_PT.nonzero(as_tuple=True)
     map_RL = map_TPL[token_R, rank_R]
@@ -138,16 +138,17 @@ def pack(mask_RL: torch.Tensor) -> torch.Tensor:
     wide = torch.zeros(rows, mask_bytes(local) * 8, dtype=torch.uint8, device=mask_RL.device)
     wide[:, :local] = mask_RL
     bits = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_RL.device)
-    return (wide.view(rows, -1, 8) * bits).sum(-1, dtype=torch.uint8)
+    return (wide.view(rows, mask_bytes(local), 8) * bits).sum(-1, dtype=torch.uint8)
 
 
 def unpack(mask_RB: torch.Tensor, local_experts: int) -> torch.Tensor:
     """The inverse of :func:`pack`."""
     bits = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_RB.device)
-    return (mask_RB.unsqueeze(-1) & bits).ne(0).view(mask_RB.shape[0], -1)[:, :local_experts]
+    return (mask_RB.unsqueeze(-1) & bits).ne(0).flatten(1)[:, :local_experts]
 
 
 def only_expert_counts(map_TE: torch.Tensor, *, ranks: int) -> torch.Tensor:
     """``[E]``: tokens for which the expert is the only one that they chose on its rank."""
-    map_TPL = map_TE.view(map_TE.shape[0], ranks, -1)
-    return (map_TPL & (map_TPL.sum(-1, keepdim=True) == 1)).sum(0).view(-1)
+    tokens, experts = map_TE.shape
+    map_TPL = map_TE.reshape(tokens, ranks, experts // ranks)
+    return (map_TPL & (map_TPL.sum(-1, keepdim=True) == 1)).sum(0).reshape(-1)
