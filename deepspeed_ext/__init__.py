@@ -1,7 +1,11 @@
-"""The DeepSpeed adapter of MegaScale.
+"""MegaScale for stock DeepSpeed: experts of Hugging Face models in pages.
 
-There is no adapter in this package yet: importing it changes nothing, and a ``"megascale"`` section in a DeepSpeed
-configuration has no effect. Training with paged experts works on Megatron-Core, see :mod:`megatron_ext`.
+``import deepspeed_ext`` and ``"megascale": {"enabled": true}`` in the DeepSpeed configuration are all there is to add;
+``deepspeed.initialize`` and the training loop stay as they are. :func:`disable` takes it back.
 """
 
-__all__: list[str] = []
+from deepspeed_ext.patches import disable, enable, is_enabled
+
+__all__ = ["disable", "enable", "is_enabled"]
+
+enable()

@@ -30,6 +30,9 @@ _DISTRIBUTED = {
 }
 """Flags and the options of the distributed section that they set."""
 
+_OBSERVE = {"megascale_trace": "trace", "megascale_report": "report"}
+"""Flags and what they have written down."""
+
 
 def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
@@ -71,6 +74,12 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--megascale-discovery", choices=["allgather", "gossip"], help="how ranks exchange counts (default allgather)"
     )
+    group.add_argument(
+        "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
+    )
+    group.add_argument(
+        "--megascale-report", metavar="DIR", help="what happened to pages over time, with pictures at the end"
+    )
     return parser
 
 
@@ -98,6 +107,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         config = config.replace("distributed", **given_distributed)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
+    observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
+    if observe:
+        config = config.replace("observe", **observe)
     return config
 
 

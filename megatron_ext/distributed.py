@@ -130,8 +130,8 @@ class MegaScaleDDP(DistributedDataParallel):
         for experts in self.paged_experts:
             for name in np.ndindex(experts.num_experts, experts.layout.num_slices):
                 with experts.lease(Plane.WEIGHT, [name]) as lease:
-                    dist.broadcast(lease.page(*name), src=source, group=self.expt_dp_group)
                     lease.mark_dirty()
+                    dist.broadcast(lease.page(*name), src=source, group=self.expt_dp_group)
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """As stock; gradient pages, whose contents are undefined from here on, become absent."""

@@ -85,6 +85,9 @@ class MegaScaleExperts(PagedExperts):
         self.runtime = runtime
         self.adam: PagedAdam | None = None  # set by the optimizer that steps these pages
         self.expert_parallel = config.expert_model_parallel_size > 1
+        if runtime.observation.keeper is not None and self.expert_parallel:
+            # A token's row goes to its expert and back, and so do its gradients.
+            runtime.observation.keeper.map.travels[self.pages.entry.module] = 4 * hidden * dtype.itemsize
         for expert in range(num_local_experts):
             if expert:
                 shell = build_module(stock_spec, 1, config, pg_collection=pg_collection)

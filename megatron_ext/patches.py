@@ -184,10 +184,12 @@ def enable(config: MegaScaleConfig | None = None) -> Runtime:
 
 
 def disable() -> None:
-    """Undoes every patch; what was built stays as it is. Safe to call when nothing is in force."""
+    """Undoes every patch and ends traces; what was built stays as it is. Safe to call when nothing is in force."""
     for patch in reversed(_registry.applied):
         patch.undo()
     _registry.applied = []
+    if _registry.runtime is not None:
+        _registry.runtime.observation.close()
     _registry.runtime = None
 
 

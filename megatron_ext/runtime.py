@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
+from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
@@ -23,6 +25,7 @@ class Runtime:
     manager: ExpertManager
     workspace: Workspace
     products: Products
+    observation: Observation
     path_numbers: list[str] = field(default_factory=list)
 
     @classmethod
@@ -32,7 +35,10 @@ class Runtime:
         workspace = Workspace(device)
         products = products_for(device=device, choice=config.compute.cpu_products, workspace=workspace)
         options = paging_options(config.paging, device)
-        return cls(config, ExpertManager(device=device, schedule=Schedule(), options=options), workspace, products)
+        manager = ExpertManager(device=device, schedule=Schedule(), options=options)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
+        return cls(config, manager, workspace, products, observation)
 
     @property
     def schedule(self) -> Schedule:

@@ -48,5 +48,5 @@ if [[ -z $data_path ]]; then
     python scripts/build_corpus.py "$data_path" --max-bytes 2000000
 fi
 python scripts/compare_with_stock.py --preset quickstart --data-path "$data_path" --steps $STEPS --repeats $BLOCKS \
-    --validate --json "$OUT/compare.json" --picture "$OUT/compare.png"
+    --budget 25% --disk-path "$OUT" --limited-steps 3 --validate --json "$OUT/compare.json" --picture "$OUT/compare.png"
 printf 'Written: %s and %s. Took %d s.\n' "$OUT/compare.json" "$OUT/compare.png" "$SECONDS"

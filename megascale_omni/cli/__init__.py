@@ -13,7 +13,9 @@ from typing import Protocol, cast
 
 from megascale_omni import __version__
 
-COMMANDS: tuple[str, ...] = ("megascale_omni.cli.env",)
+COMMANDS: tuple[str, ...] = tuple(
+    f"megascale_omni.cli.{name}" for name in ("checkpoint", "env", "heat", "residency", "trace")
+)
 
 
 class Command(Protocol):

@@ -145,6 +145,8 @@ def _forward(
     x_of, y_of, probs_of = rows.split(x_Nh), rows.split(y_Nh), rows.split(probs_N)
     last, down_bias_h = layout.num_slices - 1, None
     phase = _forward_phase(keep)
+    if phase is Phase.FORWARD:
+        context.manager.routed(context.module, rows.counts)
     for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
         items, weights = wave.items, wave.leases[Plane.WEIGHT]
         pages = [weights.views(expert, slice_) for expert, slice_ in items]

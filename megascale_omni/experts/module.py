@@ -87,8 +87,8 @@ class PagedExperts(torch.nn.Module):
         for slice_ in range(self.layout.num_slices):
             self.manager.create_ids(self.pages, Plane.WEIGHT, self.page_ids(Plane.WEIGHT, [(expert, slice_)]))
             with self.lease(Plane.WEIGHT, [(expert, slice_)]) as lease:
-                self.names.scatter(tensors, {(expert, slice_): lease.page(expert, slice_)})
                 lease.mark_dirty()
+                self.names.scatter(tensors, {(expert, slice_): lease.page(expert, slice_)})
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedExperts:
         """Freezes or unfreezes all experts of the module."""
@@ -115,9 +115,16 @@ class PagedExperts(torch.nn.Module):
         return result
 
     def page_ids(self, plane: Plane, names: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Page ids (int64) of (expert, slice) names in ``plane``, in the order given."""
+        """Page ids (int64) of (expert, slice) names in ``plane``, in the order given; RuntimeError for strange ones."""
         pairs = np.asarray(names, dtype=np.int64).reshape(-1, 2)
         entry = self.pages.entry
+        strange = (pairs < 0) | (pairs >= (entry.num_experts, entry.num_slices))
+        if strange.any():
+            expert, slice_ = pairs[strange.any(1)][0].tolist()
+            raise RuntimeError(
+                f"{self.path}: no expert {expert}, slice {slice_}; it has {entry.num_experts} experts of "
+                f"{entry.num_slices} slices"
+            )
         ids: np.ndarray = entry.first_index + pairs[:, 0] * entry.num_slices + pairs[:, 1]
         return ids * len(Plane) + int(plane)
 

@@ -113,6 +113,21 @@ class History:
             )
         return tuple(column.records[last_step - first :])
 
+    def kept(self, group: Group) -> tuple[int, tuple[StepRecord, ...]]:
+        """The records that are kept: of the steps after the first number, which is 0 before the first step."""
+        column = self._groups.get(group)
+        return (0, ()) if column is None else (column.base, tuple(column.records))
+
+    def restore(self, group: Group, *, base: int, records: Sequence[StepRecord]) -> None:
+        """Makes ``records`` all that is kept of a group: steps ``base + 1`` and on, as :meth:`kept` gave them.
+
+        Raises:
+            ValueError: steps that do not follow each other.
+        """
+        if [record.step for record in records] != list(range(base + 1, base + 1 + len(records))):
+            raise ValueError(f"group {group!r}: the records do not follow each other from step {base + 1} on")
+        self._groups[group] = _Column(base=base, records=list(records))
+
     def trim(self, group: Group, keep_after_step: int) -> int:
         """Drops the records of steps up to ``keep_after_step``, which every page has seen; returns how many.
 

@@ -104,8 +104,8 @@ class PagedAdam:
             if create:
                 self._create(experts, Plane.MASTER, name)
             with experts.lease(Plane.MASTER, [name]) as masters:
-                masters.page(*name).copy_(weights.page(*name))
                 masters.mark_dirty()
+                masters.page(*name).copy_(weights.page(*name))
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -266,8 +266,8 @@ class PagedAdam:
 
         def write(name: PageName, part: torch.Tensor) -> None:
             with experts.lease(Plane.WEIGHT, [name]) as lease:
-                lease.page(*name).copy_(part)
                 lease.mark_dirty()
+                lease.page(*name).copy_(part)
 
         self._exchange(experts, Plane.WEIGHT, write)
 

@@ -1,17 +1,23 @@
-"""When a page will be used next, as far as the announced schedule tells.
+"""Which visits come next, as far as the announced schedule tells.
 
 [Note: next use]
 A training step visits modules in an order that the next step repeats: forward through the layers for each micro-batch,
-backward, optimizer. The forecast keeps the sequence of visits (module, planes) of the last whole step. Time is the
-position in that sequence, counted on over steps; within a visit pages are used in ascending order, so that page ``i``
-of ``n`` is used at ``position + i / n``. Whoever evicts the page whose next use is farthest away does what Belady's MIN
-does, up to pages of experts that get no tokens.
+backward, optimizer. The forecast keeps the visits of the last whole step; what comes is the rest of it, and then all of
+it again. An evaluation is a few passes of forward visits in between: its passes repeat each other, and the next
+evaluation has as many of them as the last one. Time counts visits since the start and never goes back; within a visit
+pages are used in ascending order, so that page ``i`` of ``n`` is used at ``time + i / n``. Whoever evicts the page
+whose next use is farthest away does what Belady's MIN does, up to experts whose tokens nobody can foresee
+(``outlook.py``).
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
@@ -22,6 +28,9 @@ FAR = float(1 << 40)
 LONGEST_STEP = 1 << 16
 """Visits after which a step is taken to be over where nobody says so, lest the record grows for ever."""
 
+LONGEST_DEVIATION = 512
+"""Visits that a step may leave out and still be recognised as what was foretold."""
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -31,58 +40,135 @@ class Visit:
     module: int
     planes: tuple[Plane, ...]
 
+    @property
+    def kind(self) -> tuple[Phase, int]:
+        """What makes two visits the same for the forecast. An empty module may be visited without its gradients."""
+        return self.phase, self.module
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """The same as :meth:`uses`, for every plane by its number."""
+        return np.asarray([plane in self.planes for plane in Plane])
+
+    def uses(self, plane: Plane) -> bool:
+        """Whether the visit uses ``plane``."""
+        return plane in self.planes
+
 
 class Forecast:
     """The visits of this step so far, and those of the last whole step as what comes."""
 
     def __init__(self) -> None:
+        self.time = -1
+        self.generation = 0
+        self.current: Visit | None = None
         self._last: list[Visit] = []
         self._now: list[Visit] = []
-        self._current: Visit | None = None
-        self._positions: dict[tuple[Plane, int], list[int]] = {}
+        self._coming: list[Visit] = []
+        self._origin = 0  # time of the first visit of _coming
+        self._places: dict[int, list[int]] = {}  # of each module in _coming
+        self._pass: list[Visit] = []  # evaluation: one pass
+        self._passes = 2  # of the last evaluation
+        self._evaluated: list[Visit] | None = None  # visits of the evaluation at hand
+
+    # -- what happens --------------------------------------------------------------------------------------------------
 
     def visit(self, visit: Visit) -> None:
-        """A visit begins. Evaluation and exports are not what the next training step repeats, and are not kept."""
-        self._current = visit
-        if visit.phase not in (Phase.EVAL, Phase.IDLE):
+        """A visit begins. Exports and the like (IDLE) are not foretold and foretell nothing."""
+        self.current = visit
+        if visit.phase is Phase.IDLE:
+            return
+        self.time += 1
+        if visit.phase is Phase.EVAL:
+            self._evaluate(visit)
+        else:
+            if self._evaluated is not None:
+                self._end_evaluation()
             if len(self._now) >= LONGEST_STEP:
                 self.end_step()
             self._now.append(visit)
+        self._follow(visit)
 
     def end_step(self) -> None:
         """The step is over: its visits are what the next one will do."""
+        if not self._now:
+            return
+        same = [v.kind for v in self._now] == [v.kind for v in self._last]
+        as_foretold = same and self._origin + len(self._now) == self.time + 1
         self._last, self._now = self._now, []
-        self._positions = {}
-        for position, visit in enumerate(self._last):
-            for plane in visit.planes:
-                self._positions.setdefault((plane, visit.module), []).append(position)
+        if self._evaluated is None:
+            self._foretell(self._last * 2, keeps=as_foretold)
 
-    @property
-    def position(self) -> int:
-        """Position of the current visit (-1 before the first)."""
-        return len(self._now) - 1
+    def _evaluate(self, visit: Visit) -> None:
+        if self._evaluated is None:
+            self._evaluated = []
+            if not self._pass:
+                seen = dict.fromkeys(v.module for v in self._last if v.phase is Phase.FORWARD)
+                self._pass = [Visit(Phase.EVAL, module, visit.planes) for module in seen]
+            self._foretell(self._pass * self._passes + self._remaining(), shift=0)
+        elif self._evaluated and visit.kind == self._evaluated[0].kind:  # another pass begins
+            passes = sum(v.kind == visit.kind for v in self._evaluated)
+            if passes == 1:
+                self._pass = list(self._evaluated)
+            if passes >= self._passes:  # more than the last evaluation had: take it that there is one more, always
+                self._passes = passes + 2
+                self._foretell(self._pass * 2 + self._remaining(), shift=0)
+        self._evaluated.append(visit)
+
+    def _end_evaluation(self) -> None:
+        assert self._evaluated is not None
+        first = self._evaluated[0]
+        self._passes = sum(v.kind == first.kind for v in self._evaluated)
+        self._pass = self._evaluated[: len(self._evaluated) // self._passes]
+        self._evaluated = None
+        self._foretell(self._remaining(), shift=0)
+
+    def _remaining(self) -> list[Visit]:
+        """What training does next."""
+        return self._last[len(self._now) :] + self._last
+
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
+    def _foretell(self, visits: list[Visit], *, shift: int = 1, keeps: bool = False) -> None:
+        """``visits`` are what comes, from now on (``shift`` 0: the first is the one that is beginning)."""
+        self._coming, self._origin = visits, self.time + shift
+        self._index()
+        if not keeps:
+            self.generation += 1
+
+    def _index(self) -> None:
+        self._places = {}
+        for place, visit in enumerate(self._coming):
+            self._places.setdefault(visit.module, []).append(place)
+
+    def _follow(self, visit: Visit) -> None:
+        """Keeps what was foretold in step with what happens."""
+        place = self.time - self._origin
+        if 0 <= place < len(self._coming) and self._coming[place].kind == visit.kind:
+            return
+        self.generation += 1
+        ahead = [v.kind for v in self._coming[place : place + LONGEST_DEVIATION]] if place >= 0 else []
+        if visit.kind in ahead:
+            self._origin -= ahead.index(visit.kind)
+        else:
+            self._origin += 1
 
     @property
     def length(self) -> int:
-        """Visits of a whole step."""
+        """Visits of a whole step; 0 before the first has ended."""
         return len(self._last)
 
     def uses_now(self, plane: Plane) -> bool:
         """Whether the current visit uses ``plane``."""
-        return self._current is not None and plane in self._current.planes
+        return self.current is not None and self.current.uses(plane)
 
-    def next_visit(self, plane: Plane, module: int, *, after: int) -> float:
-        """Position of the first visit after ``after`` that uses ``plane`` of ``module``; FAR where none is known."""
-        positions = self._positions.get((plane, module))
-        if not positions:
-            return FAR
-        # A step may turn out longer than the last one; what comes then is taken to be another round of it.
-        rounds, place = divmod(after, len(self._last))
-        index = bisect.bisect_right(positions, place)
-        found = positions[index] if index < len(positions) else positions[0] + len(self._last)
-        return found + rounds * len(self._last)
+    def coming_to(self, module: int) -> Iterator[tuple[int, Visit]]:
+        """Visits of ``module`` after the current one, as (time, visit), the next one first."""
+        places = self._places.get(module, [])
+        for place in places[bisect.bisect_right(places, self.time - self._origin) :]:
+            yield self._origin + place, self._coming[place]
 
-    def following(self, count: int) -> list[Visit]:
-        """The next ``count`` visits after the current one, as the last step had them."""
-        start = self.position + 1
-        return [self._last[(start + i) % len(self._last)] for i in range(count)] if self._last else []
+    def following(self, count: int) -> Sequence[Visit]:
+        """The next ``count`` visits after the current one, as far as they are known."""
+        start = max(0, self.time + 1 - self._origin)
+        return self._coming[start : start + count]

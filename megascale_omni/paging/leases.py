@@ -29,7 +29,7 @@ class PageOwner(Protocol):
         ...
 
     def mark_dirty(self, page_ids: np.ndarray) -> None:
-        """Their holder wrote to them."""
+        """Their holder is about to write to them."""
         ...
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Lease:
         return page_id
 
     def mark_dirty(self) -> None:
-        """The holder wrote to every page of the lease."""
+        """The holder writes to every page of the lease; to be called before the first write."""
         self._manager.mark_dirty(self._ids)
 
     def release(self) -> None:

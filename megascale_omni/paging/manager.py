@@ -7,6 +7,7 @@ module's experts (waves), the optimizer and exports sweep page by page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,16 +21,19 @@ from megascale_omni.paging.batches import Batch, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
-from megascale_omni.paging.forecast import Forecast, Visit
+from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.needs import check_budget, class_needs
+from megascale_omni.paging.observe import Observer
+from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager, Tiers
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
+from megascale_omni.paging.residency import pages_ahead, probable_experts
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import Arena, TierKind
+from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
 from megascale_omni.schedule import Phase, Schedule
 
 SWEEP_AHEAD = 16
@@ -69,14 +73,18 @@ class ExpertManager:
         self.numbering = PageNumbering()
         self.schedule = schedule or Schedule()
         self.table = PageTable(self.numbering)
-        self.forecast = Forecast()
+        self.outlook = Outlook(self.numbering)
         self.arena = Arena(device=device, poison=poison)
-        self.pager = Pager(self.table, self._tiers(device, mover), self.forecast)
+        self.pager = Pager(self.table, self._tiers(device, mover), self.outlook)
         self.pager.on_move = self._forget_views
-        self.schedule.on_step(self.forecast.end_step)
+        self._resize_to: Budget | None = None
+        self.schedule.on_step(self.outlook.end_step)
+        self.schedule.on_step(self._apply_resize)
+        self.observers: list[Observer] = []
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
+        self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
@@ -141,6 +149,37 @@ class ExpertManager:
         if self.pager.tiers.disk is not None:
             check_budget(self.options.device_budget, class_needs(self._modules))
 
+    def resize(self, budget: Budget) -> None:
+        """Gives pages another device budget while training goes on; memory beyond it returns to the system.
+
+        Done at once where no lease is held, else at the next step's beginning; of several requests the last one counts.
+
+        Raises:
+            ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
+        """
+        if self.pager.tiers.disk is None:
+            raise ValueError(
+                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
+                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
+            )
+        check_budget(budget, class_needs(self._modules))
+        self._resize_to = budget
+        if not self.table.pins.any():
+            self._apply_resize()
+
+    def _apply_resize(self) -> None:
+        """Also returns what an earlier resize could not, for leases that were held."""
+        budget, self._resize_to = self._resize_to, None
+        if budget is None:
+            return
+        self.pager.settle()
+        self.options = replace(self.options, device_budget=budget)
+        self._share_budget()
+        for slot_class in self.arena.slot_classes():
+            self.pager.compact(slot_class)
+        if self.arena.device.type == "cuda":
+            torch.cuda.empty_cache()  # segments are the allocator's until it is told
+
     def _share_budget(self) -> None:
         needs = class_needs(self._modules)
         for slot_class, slots in share(self.options.device_budget, needs).items():
@@ -161,7 +200,7 @@ class ExpertManager:
 
         A page without contents should not leave: create pages when they are about to be written, and few at a time.
         """
-        new: np.ndarray = page_ids[self.table.tier[page_ids] == TierKind.ABSENT]
+        new: np.ndarray = page_ids[self.table.tier[page_ids] == ABSENT]
         made = 0
         try:
             for page_id in new.tolist():
@@ -171,18 +210,28 @@ class ExpertManager:
         finally:
             self.table.unpin(new[:made])
             if made < len(new):
-                self.drop(new[:made])
+                self._drop(new[:made])
+        for observer in self.observers if len(new) else ():
+            observer.created(new)
         return new
 
     def drop(self, page_ids: np.ndarray) -> None:
         """Makes unpinned pages absent, wherever they are; their contents are gone."""
+        if len(page_ids):
+            self.before_write(page_ids)
+            self.table.changed[page_ids] = True
+        self._drop(page_ids)
+        for observer in self.observers if len(page_ids) else ():
+            observer.dropped(page_ids)
+
+    def _drop(self, page_ids: np.ndarray) -> None:
         for page_id in page_ids.tolist():
             self.pager.drop(page_id)
 
     def present(self, module: PagedModule, plane: Plane) -> np.ndarray:
         """Mask ``[num_experts, num_slices]``: which pages of a plane exist (in any tier)."""
         ids = self.ids(module, plane, range(module.entry.num_experts))
-        mask: np.ndarray = self.table.tier[ids] != TierKind.ABSENT
+        mask: np.ndarray = self.table.tier[ids] != ABSENT
         return mask.reshape(module.entry.num_experts, module.entry.num_slices)
 
     # -- catching up ---------------------------------------------------------------------------------------------------
@@ -209,10 +258,29 @@ class ExpertManager:
         """The same for page ids of one module and plane."""
         return Lease(self, module, plane, page_ids)
 
+    def routed(self, module: PagedModule, counts: Sequence[int]) -> None:
+        """A forward of a training step sends ``counts`` tokens to each expert: for those who keep heat."""
+        if self.observers:
+            tokens = np.asarray(counts, dtype=np.int64)
+            for observer in self.observers:
+                observer.routed(module.entry.module, tokens)
+
+    def send_away(self, page_ids: np.ndarray) -> None:
+        """Lets pages leave the device arena, without waiting; those that leases hold or that are on their way stay."""
+        if self.pager.can_evict:
+            self.pager.send_away(page_ids)
+
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""
-        self.pager.ensure(page_ids)
+        if self.pager.can_evict:
+            start = time.perf_counter_ns()
+            self.pager.ensure(page_ids)
+            self.pager.counts["stall_microseconds"] += (time.perf_counter_ns() - start) // 1000
+        else:
+            self.pager.ensure(page_ids)
         self.table.pin(page_ids)
+        for observer in self.observers:
+            observer.held(page_ids)
 
     def release(self, page_ids: np.ndarray) -> None:
         """For leases: unpins. On an accelerator copies of these slots wait for the kernels issued so far."""
@@ -223,10 +291,16 @@ class ExpertManager:
             for page_id in page_ids.tolist():
                 copier.reads[self.pager.tensor(page_id).data_ptr()] = event
         self.table.unpin(page_ids)
+        for observer in self.observers:
+            observer.released(page_ids)
 
     def mark_dirty(self, page_ids: np.ndarray) -> None:
-        """For leases: the holder wrote to these pages."""
+        """For leases: the holder is about to write to these pages, or is writing to them."""
+        self.before_write(page_ids)
         self.table.dirty[page_ids] = True
+        self.table.changed[page_ids] = True
+        for observer in self.observers:
+            observer.written(page_ids)
 
     def waves(
         self,
@@ -244,7 +318,9 @@ class ExpertManager:
         where the caller does not come back for the next wave they are absent again, being half written.
         """
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
-        self._begin_visit(Visit(phase, module.entry.module, tuple(planes)), experts)
+        slices = module.entry.num_slices
+        pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
+        self._begin_visit(module, phase, planes, pages)
         ids = {p: [self._batch_ids(module, p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
         for number, items in enumerate(batches):
@@ -282,8 +358,10 @@ class ExpertManager:
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
         are made, filled with zeros.
         """
-        if names:
-            self._begin_visit(Visit(phase, module.entry.module, tuple(planes)), None)
+        if not names:
+            return
+        pairs = np.asarray(names, dtype=np.int64)
+        self._begin_visit(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
         groups = [np.concatenate([self._batch_ids(module, p, (name,)) for p in planes]) for name in names]
         for number, name in enumerate(names):
             leases: list[Lease] = []
@@ -303,50 +381,49 @@ class ExpertManager:
                 for lease in leases:
                     lease.release()
 
-    def _begin_visit(self, visit: Visit, experts: Sequence[int] | None) -> None:
-        if not self.pager.can_evict:
-            return
-        self.pager.poll()
-        self.forecast.visit(visit)
-        self.pager.cursor = (visit.module, -1.0)
-        module = self._modules[visit.module]
-        if experts is not None:
-            self.table.active[self.ids(module, Plane.WEIGHT, range(module.entry.num_experts))] = False
-            self.table.active[self.ids(module, Plane.WEIGHT, experts)] = True
+    def _begin_visit(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
+        """A sweep over ``pages`` (numbers from 0 in the module) begins."""
+        visit = Visit(phase, module.entry.module, tuple(planes))
+        for observer in self.observers:
+            observer.visited(visit, pages)
+        if self.pager.can_evict:
+            self.pager.poll()
+            self.outlook.begin(visit, pages)
 
     def _reached(self, module: PagedModule, name: tuple[int, int]) -> None:
+        page = name[0] * module.entry.num_slices + name[1]
+        for observer in self.observers:
+            observer.reached(page)
         if self.pager.can_evict:
-            entry = module.entry
-            self.pager.cursor = (entry.module, (name[0] * entry.num_slices + name[1]) / entry.num_pages)
+            self.outlook.reached(page)
 
     def _ahead(self, module: PagedModule, coming: Iterable[np.ndarray]) -> None:
         """Asks for the groups that are coming, and for the start of the next visit, in the order of need.
 
-        The current group must be leased: what it has been read for is the farthest use there is. Pages ahead displace
-        others before their time, so that a few are better than many: in a small model half an arena ahead loaded a
-        quarter more pages than this, with as many faults.
+        The current group must be leased: what it has been read for is the farthest use there is.
         """
         if not (self.pager.can_evict and self.options.prefetch):
             return
-        room = 4 + min((self.arena.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes}) // 16
+        room = pages_ahead(min((self.arena.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes}))
         wanted: list[int] = []
         for group in coming:
             if len(wanted) >= room:
                 break
-            wanted += [p for p in group.tolist() if self.table.tier[p] != TierKind.ABSENT]
+            wanted += group[self.table.tier[group] != ABSENT].tolist()
         if len(wanted) < room:
             wanted += self._next_visit_pages(room - len(wanted))
         if wanted:
             self.pager.prefetch(wanted)
 
     def _next_visit_pages(self, count: int) -> list[int]:
-        """Pages that the next visit will probably use: those of experts that were active at the module's last visit."""
-        for visit in self.forecast.following(1):
+        """Pages that the next visit will probably use."""
+        for visit in self.outlook.forecast.following(1):
             module = self._modules[visit.module]
-            ids = self.ids(module, Plane.WEIGHT, range(module.entry.num_experts))
-            probable = ids[self.table.active[ids]][:count]
-            found = (probable[:, None] + np.asarray([int(plane) for plane in visit.planes])).reshape(-1)
-            result: list[int] = found[self.table.tier[found] != TierKind.ABSENT][:count].tolist()
+            experts = probable_experts(self.outlook.probable(visit.module))[:count]
+            planes = [int(plane) for plane in visit.planes]
+            ids = self.ids(module, Plane.WEIGHT, experts.tolist())
+            found = (ids[:, None] + np.asarray(planes)).reshape(-1)
+            result: list[int] = found[self.table.tier[found] != ABSENT][:count].tolist()
             return result
         return []
 
@@ -380,7 +457,7 @@ class ExpertManager:
         for module in self._modules:
             for plane in module.dtypes:
                 ids = self.ids(module, plane, range(module.entry.num_experts))
-                count = int((self.table.tier[ids] == TierKind.DEVICE).sum())
+                count = int((self.table.tier[ids] == DEVICE).sum())
                 result[plane.name.lower()] += count * module.slot_class(plane).nbytes
         return result
 

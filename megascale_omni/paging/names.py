@@ -9,7 +9,9 @@ of which tensor a page holds.
     te_grouped   Megatron-Core TEGroupedMLP:   linear_fc1.weightE [(M-1) f, h], linear_fc2.weightE [h, f]
     grouped      Megatron-Core GroupedMLP:     weight1 viewed [E, h, (M-1) f], weight2 viewed [E, f, h]
     hf           Hugging Face experts:         gate_up_proj [E, 2f, h] (ungated: up_proj [E, f, h]), down_proj [E, h, f]
+    hf_transposed, the same transposed:        gate_up_proj [E, h, 2f] (ungated: up_proj [E, h, f]), down_proj [E, f, h]
     hf_gpt_oss   Hugging Face GPT-OSS:         gate_up_proj [E, h, 2f] interleaved, down_proj [E, f, h]
+    hf_interleaved, not transposed:            gate_up_proj [E, 2f, h] interleaved, down_proj [E, h, f]
 Biases are named alike (``.bias``, ``biasE``, ``_bias``; GroupedMLP has none).
 In ``(M-1) f`` all gate rows come first, then all up rows, except where interleaved (gate even, up odd).
 """
@@ -25,7 +27,9 @@ import torch
 from megascale_omni.paging.layout import PageLayout, Part
 
 Range = slice  # the field named `slice` below hides the builtin inside its class
-NamingStyle = Literal["sequential", "te_grouped", "grouped", "hf", "hf_gpt_oss"]
+NamingStyle = Literal["sequential", "te_grouped", "grouped", "hf", "hf_transposed", "hf_gpt_oss", "hf_interleaved"]
+_INTERLEAVED = ("hf_gpt_oss", "hf_interleaved")
+_NEURONS_FIRST = ("hf", "hf_interleaved")
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class NamedTensors:
     def __init__(self, *, layout: PageLayout, num_experts: int, style: NamingStyle) -> None:
         if style not in get_args(NamingStyle):
             raise ValueError(f"naming style {style!r} is unknown; known: {', '.join(get_args(NamingStyle))}")
-        if style == "hf_gpt_oss" and not layout.shape.gated:
-            raise ValueError("naming style 'hf_gpt_oss' needs gated experts")
+        if style in _INTERLEAVED and not layout.shape.gated:
+            raise ValueError(f"naming style {style!r} needs gated experts")
         if style == "grouped" and layout.shape.bias:
             raise ValueError("naming style 'grouped' has no biases; stock GroupedMLP refuses them")
         self.layout = layout
@@ -143,7 +147,7 @@ class NamedTensors:
         if part in (Part.DOWN,) or not self.layout.shape.gated:
             return own
         is_up = part in (Part.UP, Part.UP_BIAS)
-        if self.style == "hf_gpt_oss":
+        if self.style in _INTERLEAVED:
             return slice(2 * own.start + is_up, 2 * own.stop + is_up - 1, 2)
         return slice(own.start + f * is_up, own.stop + f * is_up)
 
@@ -168,7 +172,7 @@ class NamedTensors:
         if part.is_bias:
             shape = (count, h if down else wide * f)
             return NamedTensor(name, shape, shape, True), 0
-        neurons_first = (self.style == "hf") != down
+        neurons_first = (self.style in _NEURONS_FIRST) != down
         rows = (f if down else wide * f, h)
         shape = (count, *(rows if neurons_first else rows[::-1]))
         return NamedTensor(name, shape, shape, False), 0 if neurons_first else 1

@@ -22,13 +22,12 @@ import torch
 
 from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.disk import DiskFile, PageIoError
-from megascale_omni.paging.forecast import FAR, Forecast
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.mover import Mover
-from megascale_omni.paging.planes import Plane
-from megascale_omni.paging.residency import Candidates, choose_victims
+from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import Arena, TierKind
+from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +65,14 @@ class Tiers:
 class Pager:
     """Moves pages between tiers. See [Note: life of a page]."""
 
-    def __init__(self, table: PageTable, tiers: Tiers, forecast: Forecast) -> None:
+    def __init__(self, table: PageTable, tiers: Tiers, outlook: Outlook) -> None:
         self.table = table
         self.tiers = tiers
-        self.forecast = forecast
-        self.cursor: tuple[int, float] | None = None  # (module, fraction) reached by the current visit
+        self.outlook = outlook
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
         self._flights: dict[int, Flight] = {}
-        self._wanted: deque[int] = deque()
+        self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self._keep: frozenset[int] = frozenset()
         self._clock = 0
         self.on_move: Callable[[int], None] = lambda page_id: None
@@ -132,7 +130,7 @@ class Pager:
         if not self.can_evict:
             return
         self.table.check_present(page_ids)
-        away = page_ids[self.table.tier[page_ids] != TierKind.DEVICE].tolist()
+        away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
         if not away and not flying:
             return
@@ -141,7 +139,7 @@ class Pager:
             for page_id in away:
                 if self._is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
-                    self._load(page_id, wait=True)
+                    self._load(page_id, ahead=None)
             for page_id in self._keep & self._flights.keys():
                 self._finish(page_id)
             self._serve_wanted()  # while these pages are kept: they are pinned only after this call
@@ -151,7 +149,10 @@ class Pager:
     def prefetch(self, page_ids: Iterable[int]) -> None:
         """Starts loading pages as far as there is room, without waiting; the rest follows as room appears."""
         if self.can_evict:
-            self._wanted = deque(p for p in page_ids if self._is_away(p))
+            wanted = np.fromiter(page_ids, dtype=np.int64)
+            away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
+            pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
+            self._wanted = deque((n, p) for n, p in pairs if p not in self._flights)
             self._reap()
             self._serve_wanted()
 
@@ -173,16 +174,45 @@ class Pager:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
         self.tiers.device.trim(slot_class)
 
+    def send_away(self, page_ids: np.ndarray) -> None:
+        """Starts the way out of pages that are here, free of leases and not on their way; the others stay."""
+        self._reap()
+        here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
+        for page_id in page_ids[here].tolist():
+            if page_id not in self._flights and page_id not in self._keep:
+                self._evict(page_id)
+
+    def compact(self, slot_class: SlotClass) -> int:
+        """Moves pages of a class together, so that whole segments return to the system; the bytes returned.
+
+        Pages that leases hold or that are on their way stay where they are. No page changes its tier or its bytes.
+        """
+        device, table = self.tiers.device, self.table
+        ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
+        owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
+        still = {s for s, p in owners.items() if table.pins[p] or p in self._flights}
+        still |= {flight.slot for flight in self._flights.values() if flight.target is TierKind.DEVICE}
+        for source, target in device.moves_to_compact(slot_class, still):
+            page_id = owners[source]
+            device.take(slot_class, target)
+            device.tensor(slot_class, target).copy_(device.tensor(slot_class, source))
+            self._left(page_id)
+            device.free(slot_class, source)
+            table.slot[page_id] = target
+            self._arrived(page_id, target)
+            self.counts["pages_moved"] += 1
+        return device.trim(slot_class)
+
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _is_away(self, page_id: int) -> bool:
-        return self.table.tier[page_id] in (TierKind.HOST, TierKind.DISK) and page_id not in self._flights
+        return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
 
-    def _load(self, page_id: int, *, wait: bool) -> bool:
-        """Starts a load; False when there is no room and ``wait`` is not asked for."""
+    def _load(self, page_id: int, *, ahead: int | None) -> bool:
+        """Starts a load, waiting for room; or, ``ahead`` pages early, only where there is some. Whether it did."""
         slot_class = self.table.slot_class(page_id)
-        needed = np.inf if wait else float(self.next_use(np.asarray([page_id]))[0])
-        slot = self._take_slot(slot_class, wait=wait, needed_before=-np.inf if wait else needed)
+        before = -np.inf if ahead is None else self._displaced_before(page_id, ahead)
+        slot = self._take_slot(slot_class, wait=ahead is None, needed_before=before)
         if slot is None:
             return False
         target = self.tiers.device.tensor(slot_class, slot)
@@ -202,10 +232,16 @@ class Pager:
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
 
+    def _displaced_before(self, page_id: int, number: int) -> float:
+        held = np.nonzero(self.table.pins)[0]
+        held = held[self.table.class_index[held] == self.table.class_index[page_id]]
+        uses = self.outlook.next_use(np.append(held, page_id))
+        return displaced_before(number, float(uses[-1]), uses[:-1])
+
     def _serve_wanted(self) -> None:
         while self._wanted:
-            page_id = self._wanted[0]
-            if self._is_away(page_id) and not self._load(page_id, wait=False):
+            number, page_id = self._wanted[0]
+            if self._is_away(page_id) and not self._load(page_id, ahead=number):
                 return
             self._wanted.popleft()
 
@@ -255,32 +291,13 @@ class Pager:
 
     def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         table = self.table
-        mask = (table.tier == TierKind.DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
+        mask = (table.tier == DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
         ids = np.nonzero(mask)[0]
         away = self._flights.keys() | self._keep
         if away:
             ids = ids[~np.isin(ids, np.fromiter(away, dtype=np.int64))]
-        candidates = Candidates(ids, self.next_use(ids), table.dirty[ids], table.last_use[ids])
+        candidates = Candidates(ids, self.outlook.next_use(ids), table.dirty[ids], table.last_use[ids])
         return choose_victims(candidates, count=count, needed_before=before)
-
-    def next_use(self, page_ids: np.ndarray) -> np.ndarray:
-        """When each page is used next, see forecast's [Note: next use]."""
-        numbering, position = self.table.numbering, self.forecast.position
-        index, planes = np.divmod(page_ids, len(Plane))
-        modules = numbering.modules_of(index)
-        result = np.full(len(page_ids), FAR)
-        for key in set(zip(planes.tolist(), modules.tolist(), strict=True)):
-            plane, module = Plane(key[0]), key[1]
-            rows = (planes == key[0]) & (modules == module)
-            entry = numbering.entries[module]
-            part = (index[rows] - entry.first_index) / entry.num_pages
-            later = self.forecast.next_visit(plane, module, after=position)
-            use = later + part
-            if self.cursor is not None and self.cursor[0] == module and self.forecast.uses_now(plane):
-                use = np.where(part > self.cursor[1], position + part, use)
-            idle = ~self.table.active[page_ids[rows] - key[0]]
-            result[rows] = np.where(idle, use + self.forecast.length, use)
-        return result
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 

@@ -30,3 +30,34 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
     order = order[candidates.next_use[order] > needed_before]
     victims: list[int] = candidates.page_ids[order[:count]].tolist()
     return victims
+
+
+PROBABLE = 0.5
+"""Experts that a visit needs with at least this probability are fetched before it begins."""
+
+ALWAYS_AHEAD = 8
+"""Pages that are fetched ahead even where it costs a page-in more, so that the disk has something to do meanwhile."""
+
+
+def pages_ahead(slots: int) -> int:
+    """How many pages to ask for ahead in an arena of ``slots`` slots (of the smallest class)."""
+    return ALWAYS_AHEAD + slots // 16
+
+
+def displaced_before(number: int, needed: float, held: np.ndarray) -> float:
+    """What a page ahead may displace: pages whose next use is later than the time returned.
+
+    ``number`` counts the pages asked for from 0, ``needed`` is when this one is used, ``held`` are the next uses of the
+    pages that leases hold now and will give back. A page that comes early displaces another before its time. It costs
+    nothing where that one would leave anyway, which is not so as long as a page that is held now is needed later still:
+    that one would leave instead, a moment later. The first few pages are fetched all the same.
+    """
+    if number < ALWAYS_AHEAD or not len(held):
+        return needed
+    return max(needed, float(held.max()))
+
+
+def probable_experts(probability: np.ndarray) -> np.ndarray:
+    """Experts worth fetching before their visit, ascending."""
+    found: np.ndarray = np.nonzero(probability >= PROBABLE)[0]
+    return found

@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.planes import PageNumbering
-from megascale_omni.paging.tiers import TierKind
+from megascale_omni.paging.tiers import ABSENT, DEVICE, TierKind
 
 
 class PageState(enum.Enum):
@@ -32,9 +32,9 @@ class PageTable:
     """Rows of all pages. The manager and its pager alone write it.
 
     Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
-    current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied) and ``active``
-    (its expert got tokens when its module was last visited), both kept in the weight plane's row, ``last_use`` (a
-    counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the disk file, -1 none).
+    current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied, kept in the weight
+    plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the
+    disk file, -1 none), ``changed`` (since the last checkpoint).
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
@@ -45,16 +45,16 @@ class PageTable:
         self.dirty = np.zeros(0, dtype=np.bool_)
         self.pins = np.zeros(0, dtype=np.int16)
         self.last_step = np.zeros(0, dtype=np.int32)
-        self.active = np.zeros(0, dtype=np.bool_)
         self.last_use = np.zeros(0, dtype=np.int64)
         self.class_index = np.zeros(0, dtype=np.int16)
         self.disk_offset = np.zeros(0, dtype=np.int64)
+        self.changed = np.zeros(0, dtype=np.bool_)
 
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
         more = self.numbering.num_pages - len(self.tier)
-        fill = {"tier": TierKind.ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1, "active": True}
-        names = ("tier", "slot", "dirty", "pins", "last_step", "active", "last_use", "class_index", "disk_offset")
+        fill = {"tier": ABSENT, "slot": -1, "class_index": -1, "disk_offset": -1, "changed": True}
+        names = ("tier", "slot", "dirty", "pins", "last_step", "last_use", "class_index", "disk_offset", "changed")
         for name in names:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.full(more, fill.get(name, 0), dtype=column.dtype)]))
@@ -78,45 +78,45 @@ class PageTable:
 
     def place(self, page_id: int, *, tier: TierKind, slot: int) -> None:
         """Records that an absent page now has bytes in ``slot`` of ``tier``."""
-        if self.tier[page_id] != TierKind.ABSENT:
+        if self.tier[page_id] != ABSENT:
             raise RuntimeError(f"{self.numbering.describe(page_id)} is placed twice")
-        self.tier[page_id] = tier
+        self.tier[page_id] = int(tier)
         self.slot[page_id] = slot
 
     def move(self, page_id: int, *, tier: TierKind, slot: int) -> None:
         """Records that an unpinned page's bytes are in another tier now."""
-        if self.tier[page_id] == TierKind.ABSENT or self.pins[page_id]:
+        if self.tier[page_id] == ABSENT or self.pins[page_id]:
             raise RuntimeError(
                 f"{self.numbering.describe(page_id)} moves while it is {self.state(page_id).value} with "
                 f"{self.pins[page_id]} leases"
             )
-        self.tier[page_id] = tier
+        self.tier[page_id] = int(tier)
         self.slot[page_id] = slot
 
     def remove(self, page_id: int) -> int:
         """Makes an unpinned page absent and returns the slot it had."""
-        if self.tier[page_id] == TierKind.ABSENT:
+        if self.tier[page_id] == ABSENT:
             raise RuntimeError(f"{self.numbering.describe(page_id)} is removed but absent")
         if self.pins[page_id]:
             raise RuntimeError(
                 f"{self.numbering.describe(page_id)} is removed while {self.pins[page_id]} leases hold it"
             )
         slot = int(self.slot[page_id])
-        self.tier[page_id] = TierKind.ABSENT
+        self.tier[page_id] = ABSENT
         self.slot[page_id] = -1
         self.dirty[page_id] = False
         return slot
 
     def check_present(self, page_ids: np.ndarray) -> None:
         """Raises RuntimeError where one of the pages to be leased is absent."""
-        absent = page_ids[self.tier[page_ids] == TierKind.ABSENT]
+        absent = page_ids[self.tier[page_ids] == ABSENT]
         if len(absent):
             raise RuntimeError(f"{self.numbering.describe(int(absent[0]))} is leased but absent")
 
     def pin(self, page_ids: np.ndarray) -> None:
         """Adds a pin to each page; every page must be ACTIVE."""
-        if (self.tier[page_ids] != TierKind.DEVICE).any():
-            missing = int(page_ids[self.tier[page_ids] != TierKind.DEVICE][0])
+        if (self.tier[page_ids] != DEVICE).any():
+            missing = int(page_ids[self.tier[page_ids] != DEVICE][0])
             raise RuntimeError(f"{self.numbering.describe(missing)} is leased but {self.state(missing).value}")
         self.pins[page_ids] += 1
 

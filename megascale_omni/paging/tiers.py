@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 import heapq
+import mmap
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +28,11 @@ class TierKind(enum.IntEnum):
     DEVICE = 1  # device arena; can be leased
     HOST = 2  # host arena
     DISK = 3  # disk file
+
+
+# Plain integers for columns of the page table: numpy looks an enum's member up at each comparison, which takes longer
+# than the comparison itself, thousands of times a step.
+ABSENT, DEVICE, HOST = int(TierKind.ABSENT), int(TierKind.DEVICE), int(TierKind.HOST)
 
 
 class ArenaFull(MemoryError):
@@ -127,6 +134,35 @@ class Arena:
             self.tensor(slot_class, slot).fill_(torch.nan)
         return slot
 
+    def take(self, slot_class: SlotClass, slot: int) -> None:
+        """Takes a certain free slot. Raises RuntimeError when it is not free."""
+        space = self._space(slot_class)
+        if slot not in space.free:
+            raise RuntimeError(f"{self.kind.name.lower()} arena: slot {slot} of {slot_class} is not free")
+        space.free.remove(slot)
+        heapq.heapify(space.free)
+        space.taken.add(slot)
+
+    def moves_to_compact(self, slot_class: SlotClass, fixed: Collection[int]) -> list[tuple[int, int]]:
+        """Moves (from slot, to slot) after which :meth:`trim` can return all it may, but for slots that are ``fixed``.
+
+        Segments that hold most stay; among equals the first.
+        """
+        space = self._space(slot_class)
+        per = space.slots_per_segment
+        present = [i for i, segment in enumerate(space.segments) if segment is not None]
+        allowed = len(space.taken) if space.limit is None else max(space.limit, len(space.taken))
+        keep = -(-allowed // per)
+        held = {i: [0, 0] for i in present}
+        for slot in space.taken:
+            held[slot // per][0] += slot in fixed
+            held[slot // per][1] += 1
+        order = sorted(present, key=lambda i: (-(held[i][0] > 0), -held[i][1], i))
+        leaving = set(order[keep:])
+        sources = [s for s in sorted(space.taken) if s // per in leaving and s not in fixed]
+        targets = [s for s in sorted(space.free) if s // per not in leaving]
+        return list(zip(sources, targets, strict=False))
+
     def free(self, slot_class: SlotClass, slot: int) -> None:
         """Gives a slot back. Raises RuntimeError when it is not taken."""
         space = self._spaces.get(slot_class)
@@ -194,6 +230,11 @@ def _aligned_empty(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.
     with torch.inference_mode(False):  # a segment made during an evaluation is used in training
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
+        if not pin:
+            # A mapping of its own: when the segment goes, its memory returns to the system, which an allocator's may
+            # not. Private, so that it counts as this process's data; the system begins it at a page.
+            mapped = mmap.mmap(-1, numel * itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(mapped, dtype=dtype, count=numel).view(shape)
         raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
         start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize
         return raw[start : start + numel].view(shape)

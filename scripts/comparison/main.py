@@ -2,15 +2,17 @@
 
     python scripts/compare_with_stock.py --preset coarse --json out/coarse.json
     python scripts/compare_with_stock.py --preset fine --ranks 2 -- --moe-token-dispatcher-type allgather
+    python scripts/compare_with_stock.py --preset quickstart --budget 25% --limited-steps 5
 
 Each run has processes of its own; they take turns, block after block of steps, so that what else the machine does hits
-both alike. Times are medians. What follows `--` goes to the trainer (see `pretrain_moe.py --help`) in both runs.
+both alike. Times are medians. What follows `--` goes to the trainer (see `pretrain_moe.py --help`) in all runs;
+`--megascale-...` among it to MegaScale's only.
 
 [Note: the JSON]
     environment                       packages, processor, memory, date, threads a rank
     preset                            name of the configuration
     runs[]                            one a side
-        name                          "stock" or "megascale"
+        name                          "stock", "megascale" or "megascale BUDGET"
         step_seconds_median           over all measured steps
         tokens_per_second             tokens of a step / step_seconds_median
         peak_rss_bytes                the kernel's VmHWM of every rank's process at its end, summed over ranks
@@ -23,7 +25,12 @@ both alike. Times are medians. What follows `--` goes to the trainer (see `pretr
         parameters, measured_steps, memory_over_time   [[seconds, bytes], ...], summed over ranks
     ratios                            speed: stock's step time / megascale's, the median over blocks; above 1 is faster
                                       peak_rss, expert_state: megascale / stock; below 1 is smaller
-    max_relative_loss_difference, max_relative_grad_norm_difference   over all steps
+    ratios_by_run                     the same for each run that is not stock's
+    max_relative_loss_difference, max_relative_grad_norm_difference   over all steps and runs
+    under_memory_limit                null without --limited-steps
+        limit_bytes                   private memory of a process (RLIMIT_DATA)
+        max_relative_loss_difference  to the losses without the limit, of runs that trained
+        runs[]                        name, losses, error (null where it trained), out_of_memory
 """
 
 import argparse
@@ -38,7 +45,10 @@ from scripts.comparison.report import print_comparison
 from scripts.comparison.runner import Plan, compare, default_threads
 from scripts.measuring.corpus import standard_library_corpus
 from scripts.measuring.files import write_json
-from scripts.measuring.processes import WorkersFailed
+from scripts.measuring.processes import ROOT, WorkersFailed
+
+_BATCH = 8
+"""Sequences a step of every preset."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from scripts.comparison.pictures import draw
 
                 draw(comparison, args.picture)
+    except KeyboardInterrupt:
+        print("compare_with_stock.py: interrupted; nothing was written", file=sys.stderr)
+        return 130
     except WorkersFailed as error:
         print(f"compare_with_stock.py: {error.user_error or error}", file=sys.stderr)
         return 1
@@ -78,6 +91,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="threads a rank (default: the cores, divided by ranks)")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="BUDGET",
+        help="one more run with this --megascale-device-budget, e.g. 25%%; may be given several times",
+    )
+    parser.add_argument("--disk-path", type=Path, help="folder for pages that leave memory (default: out)")
+    parser.add_argument(
+        "--limited-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N steps of stock and of the run under the first --budget, with the memory that the latter needs",
+    )
+    parser.add_argument(
         "--data-path", type=Path, help="a text file or folder (default: the standard library's sources)"
     )
     parser.add_argument("--validate", action="store_true", help="compare the validation loss at the end, too")
@@ -86,20 +114,44 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace, data_path: Path, trainer_flags: Sequence[str]) -> Plan:
+def _plan(args: argparse.Namespace, data_path: Path, given: Sequence[str]) -> Plan:
+    trainer_flags, own_flags = split_flags(given)
     flags = preset_flags(
         args.preset, data_path=data_path.resolve(), train_iters=args.warmup + args.steps, bf16=args.bf16
     )
-    if args.ranks > 1 and "--expert-model-parallel-size" not in trainer_flags:
-        flags = (*flags, "--expert-model-parallel-size", str(args.ranks))
+    if args.ranks > 1:  # where nothing else is said: experts over all ranks, and the same tokens a step
+        defaults = {"--expert-model-parallel-size": args.ranks, "--micro-batch-size": max(1, _BATCH // args.ranks)}
+        flags = (*flags, *(word for name, n in defaults.items() if name not in given for word in (name, str(n))))
     return Plan(
         preset=args.preset,
         flags=(*flags, *trainer_flags),
-        megascale_flags=megascale_flags(args.preset, bf16=args.bf16),
+        megascale_flags=(*megascale_flags(args.preset, bf16=args.bf16), *own_flags),
         ranks=args.ranks,
         threads=args.threads or default_threads(args.ranks),
         warmup=args.warmup,
         steps=args.steps,
         repeats=min(args.repeats, args.steps),
         validate=args.validate,
+        budgets=tuple(args.budget),
+        disk_path=_disk_path(args.disk_path) if args.budget else None,
+        limited_steps=args.limited_steps,
     )
+
+
+def split_flags(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags of every run, and those (`--megascale-...` with their values) that only MegaScale knows."""
+    every: list[str] = []
+    own: list[str] = []
+    current = every
+    for word in given:
+        if word.startswith("--"):
+            current = own if word.startswith("--megascale") else every
+        current.append(word)
+    return every, own
+
+
+def _disk_path(given: Path | None) -> Path:
+    path = (given or ROOT / "out").resolve()
+    if given is None:
+        path.mkdir(exist_ok=True)
+    return path

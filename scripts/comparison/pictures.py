@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from scripts.comparison.result import MEGASCALE, STOCK, Comparison, Run
+from scripts.comparison.result import Comparison, Run
 from scripts.measuring.units import plain_bytes
 
-_COLOURS = {STOCK: "#7f7f7f", MEGASCALE: "#d1495b"}
+_COLOURS = ("#7f7f7f", "#d1495b", "#2e6f95", "#e09f3e", "#5a7d4f")
 _GIB = 2.0**30
 
 
@@ -18,30 +18,34 @@ def draw(comparison: Comparison, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = [comparison.run(STOCK), comparison.run(MEGASCALE)]
+    runs = list(comparison.runs)
     with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (loss, memory, bars) = pyplot.subplots(
             1, 3, figsize=(15, 4.8), gridspec_kw={"width_ratios": [5, 5, 3]}, layout="constrained"
         )
         _draw_losses(loss, runs, comparison.loss_difference)
         _draw_memory(memory, runs)
-        _draw_speed(bars, runs, comparison.speed.median)
+        _draw_speed(bars, runs, [comparison.speed_of(run.name).median for run in comparison.others])
         figure.suptitle(f"The same model, {comparison.preset}: stock Megatron-Core and --megascale", weight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
 
+def _colour(runs: list[Run], run: Run) -> str:
+    return _COLOURS[runs.index(run) % len(_COLOURS)]
+
+
 def _draw_losses(axes, runs: list[Run], difference: float) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    stock, ours = runs
-    for run, width in ((stock, 5.0), (ours, 1.4)):
+    for number, run in enumerate(runs):  # each line thinner than the one below, which stays visible
         losses = [step.loss for step in run.steps]
-        axes.plot(range(1, len(losses) + 1), losses, color=_COLOURS[run.name], linewidth=width, label=run.name)
+        width = max(1.0, 5.0 / 2**number)
+        colour = _colour(runs, run)
+        axes.plot(range(1, len(losses) + 1), losses, color=colour, linewidth=width, label=run.name)
         if run.validation_loss is not None:
-            size = 13 if run is stock else 6
-            label = None if run is stock else f"validation at the end: {run.validation_loss:.3f}"
-            at_end = (len(losses), run.validation_loss)
-            axes.plot(*at_end, "D", color=_COLOURS[run.name], markersize=size, clip_on=False, label=label)
+            label = f"validation at the end: {run.validation_loss:.3f}" if run is runs[-1] else None
+            size = max(4.0, 13.0 - 5.0 * number)
+            axes.plot(len(losses), run.validation_loss, "D", color=colour, markersize=size, clip_on=False, label=label)
     axes.set(title=f"Loss: largest difference {difference:.1e}", xlabel="step", ylabel="training loss (nats a byte)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -51,26 +55,21 @@ def _draw_memory(axes, runs: list[Run]) -> None:  # type: ignore[no-untyped-def]
     for run in runs:
         label = f"{run.name}: peak {plain_bytes(run.total('peak_rss_bytes'))}"
         times = [sample.seconds for sample in run.memory]
-        axes.plot(
-            times,
-            [sample.resident_bytes / _GIB for sample in run.memory],
-            color=_COLOURS[run.name],
-            linewidth=1.8,
-            label=label,
-        )
+        values = [sample.resident_bytes / _GIB for sample in run.memory]
+        axes.plot(times, values, color=_colour(runs, run), linewidth=1.8, label=label)
     axes.set(title="Resident memory while training", xlabel="seconds of training", ylabel="GiB")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
 
 
-def _draw_speed(axes, runs: list[Run], speed: float) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _draw_speed(axes, runs: list[Run], speeds: list[float]) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
     bars = axes.bar(
-        [run.name for run in runs],
+        [run.name.replace(" ", "\n") for run in runs],
         [run.tokens_per_second for run in runs],
-        color=[_COLOURS[run.name] for run in runs],
+        color=[_colour(runs, run) for run in runs],
         width=0.6,
     )
     axes.margins(y=0.12)
     axes.bar_label(bars, labels=[f"{run.tokens_per_second:,.0f}" for run in runs], padding=3)
-    axes.set(title=f"Speed: {speed:.2f} x stock", ylabel="tokens a second")
+    axes.set(title=f"Speed: {', '.join(f'{s:.2f}' for s in speeds)} x stock", ylabel="tokens a second")

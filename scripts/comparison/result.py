@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scripts.comparison.limited import Limited
 from scripts.comparison.worker import Made, Step, Totals
 from scripts.measuring.environment import Environment
 from scripts.measuring.memory import MemorySample
 from scripts.measuring.statistics import Summary, largest_relative_difference, paired_ratio, summarize
 
 STOCK, MEGASCALE = "stock", "megascale"
+
+
+def paged_name(budget: str) -> str:
+    """Name of the MegaScale run under a device budget."""
+    return f"{MEGASCALE} {budget}"
 
 
 @dataclass(frozen=True)
@@ -79,35 +85,54 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Stock first, then what is compared with it."""
+    """Stock first, then MegaScale, then MegaScale under device budgets; what became of runs under a memory limit."""
 
     environment: Environment
     preset: str
     runs: tuple[Run, ...]
+    limited: Limited | None = None
 
     def run(self, name: str) -> Run:
         """A run by name."""
         return next(run for run in self.runs if run.name == name)
 
     @property
+    def others(self) -> tuple[Run, ...]:
+        """All runs but stock's."""
+        return tuple(run for run in self.runs if run.name != STOCK)
+
+    @property
     def speed(self) -> Summary:
         """Stock's step time over MegaScale's, block by block: above 1 where MegaScale is faster."""
-        return paired_ratio(self.run(STOCK).block_seconds, self.run(MEGASCALE).block_seconds)
+        return self.speed_of(MEGASCALE)
 
-    def total_ratio(self, name: str) -> float:
-        """MegaScale's counter over stock's."""
-        return self.run(MEGASCALE).total(name) / self.run(STOCK).total(name)
+    def speed_of(self, name: str) -> Summary:
+        """The same of another run."""
+        return paired_ratio(self.run(STOCK).block_seconds, self.run(name).block_seconds)
+
+    def total_ratio(self, counter: str, name: str = MEGASCALE) -> float:
+        """A run's counter over stock's."""
+        return self.run(name).total(counter) / self.run(STOCK).total(counter)
 
     @property
     def loss_difference(self) -> float:
-        """The largest relative difference of two losses of one step."""
-        stock, ours = (self.run(name).steps for name in (STOCK, MEGASCALE))
-        return largest_relative_difference([step.loss for step in ours], [step.loss for step in stock])
+        """The largest relative difference of two losses of one step, over all runs."""
+        stock = [step.loss for step in self.run(STOCK).steps]
+        return max(largest_relative_difference([step.loss for step in run.steps], stock) for run in self.others)
 
     @property
     def grad_norm_difference(self) -> float:
         """The same of gradient norms."""
-        return largest_relative_difference(*(_norms(self.run(name).steps) for name in (MEGASCALE, STOCK)))
+        stock = _norms(self.run(STOCK).steps)
+        return max(largest_relative_difference(_norms(run.steps), stock) for run in self.others)
+
+    def ratios(self, name: str) -> dict[str, float]:
+        """Speed (above 1 is faster), memory and expert state (below 1 is smaller) of a run against stock."""
+        return {
+            "speed": self.speed_of(name).median,
+            "peak_rss": self.total_ratio("peak_rss_bytes", name),
+            "expert_state": self.total_ratio("expert_state_peak_bytes", name),
+        }
 
     def as_json(self) -> dict[str, object]:
         """The whole file. See docs: fields that count paging are 0 for stock, which has none."""
@@ -115,13 +140,11 @@ class Comparison:
             "environment": self.environment,
             "preset": self.preset,
             "runs": [run.as_json() for run in self.runs],
-            "ratios": {
-                "speed": self.speed.median,
-                "peak_rss": self.total_ratio("peak_rss_bytes"),
-                "expert_state": self.total_ratio("expert_state_peak_bytes"),
-            },
+            "ratios": self.ratios(MEGASCALE),
+            "ratios_by_run": {run.name: self.ratios(run.name) for run in self.others},
             "max_relative_loss_difference": self.loss_difference,
             "max_relative_grad_norm_difference": self.grad_norm_difference,
+            "under_memory_limit": None if self.limited is None else self.limited.as_json(),
         }
 
 

@@ -4,8 +4,10 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from scripts.comparison.result import MEGASCALE, STOCK, Comparison, Run
+from scripts.comparison.limited import Limited, train_under_limit
+from scripts.comparison.result import MEGASCALE, STOCK, Comparison, Run, paged_name
 from scripts.comparison.worker import Made, Step, Totals
 from scripts.measuring.environment import measured_environment
 from scripts.measuring.memory import MemorySampler
@@ -14,6 +16,8 @@ from scripts.measuring.progress import Progress, say
 
 TARGET = "scripts.comparison.worker:TrainingRun"
 STEP_TIMEOUT_SECONDS = 300.0
+_LIMIT_SLACK = 1.03
+"""The allocator's moods: what a run takes of the system differs a little from one to the next."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,19 @@ class Plan:
     """Measured steps of each run, in `repeats` blocks of about the same length."""
     repeats: int
     validate: bool
+    budgets: tuple[str, ...] = ()
+    """Device budgets, e.g. `25%`: one more MegaScale run for each."""
+    disk_path: Path | None = None
+    """Where pages go that leave memory."""
+    limited_steps: int = 0
+    """Steps that stock and the run under the first budget try under a memory limit that the latter needs; 0: none."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        if self.limited_steps and not self.budgets:
+            raise ValueError("a memory limit follows from a run under a device budget: give --budget, e.g. 25%")
+        if self.budgets and self.disk_path is None:
+            raise ValueError("a device budget needs a folder for the pages that leave: give --disk-path")
         for name in ("ranks", "threads", "steps", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
@@ -43,6 +57,21 @@ class Plan:
             )
         if self.steps < self.repeats:
             raise ValueError(f"--steps {self.steps} cannot be divided into --repeats {self.repeats} blocks")
+
+    def flags_of(self, name: str) -> list[str]:
+        """Flags of the run of that name."""
+        if name == STOCK:
+            return list(self.flags)
+        flags = [*self.flags, "--megascale", *self.megascale_flags]
+        for budget in self.budgets:
+            if name == paged_name(budget):
+                flags += ["--megascale-device-budget", budget, "--megascale-disk-path", str(self.disk_path)]
+        return flags
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the runs."""
+        return (STOCK, MEGASCALE, *map(paged_name, self.budgets))
 
     def block_lengths(self) -> list[int]:
         """Steps of each block."""
@@ -96,15 +125,15 @@ class _Side:
 
 
 def compare(plan: Plan) -> Comparison:
-    """Train both sides and return what was measured.
+    """Train all sides and return what was measured.
 
     Raises:
-        WorkersFailed: a run failed; the other one is ended too.
+        WorkersFailed: a run failed; the others are ended too.
     """
     environment = measured_environment(threads=plan.threads)
     with ExitStack() as stack:
-        sides = [_start(stack, plan, name) for name in (STOCK, MEGASCALE)]
-        say(f"starting {STOCK} and {MEGASCALE}, {plan.ranks} rank(s) of {plan.threads} thread(s) each")
+        say(f"starting {', '.join(plan.names)}: {plan.ranks} rank(s) of {plan.threads} thread(s) each")
+        sides = [_start(stack, plan, name) for name in plan.names]
         for side in sides:
             side.workers.wait_until_ready()
             side.made = side.workers.call("describe", timeout_seconds=120)[0]
@@ -119,25 +148,38 @@ def compare(plan: Plan) -> Comparison:
                     progress.advance(length, note=f"{side.name} loss {side.blocks[-1][-1].loss:.4f}")
         if plan.validate:
             for side in sides:
+                say(f"validating {side.name}")
                 losses = side.workers.call("validate", timeout_seconds=STEP_TIMEOUT_SECONDS)
                 side.validation_loss = losses[0]
-        return Comparison(environment, plan.preset, tuple(side.finish() for side in sides))
+        runs = tuple(side.finish() for side in sides)
+    return Comparison(environment, plan.preset, runs, _limited(plan, runs) if plan.limited_steps else None)
+
+
+def _limited(plan: Plan, runs: Sequence[Run]) -> Limited:
+    """What becomes of stock and of the run under the first budget with as much memory as the latter has shown to need.
+
+    The memory is that of one rank's process, apart from files and shared libraries.
+    """
+    paged = runs[2]
+    need = max(totals.peak_data_bytes for totals in paged.totals)
+    return train_under_limit(
+        {STOCK: plan.flags_of(STOCK), paged.name: plan.flags_of(paged.name)},
+        limit_bytes=round(need * _LIMIT_SLACK),
+        expected=[step.loss for step in paged.steps],
+        steps=plan.limited_steps,
+        ranks=plan.ranks,
+        threads=plan.threads,
+    )
 
 
 def _start(stack: ExitStack, plan: Plan, name: str) -> _Side:
-    extra = ("--megascale", *plan.megascale_flags) if name == MEGASCALE else ()
     workers = stack.enter_context(
-        Workers(
-            TARGET,
-            ranks=plan.ranks,
-            threads=plan.threads,
-            name=name,
-            arguments={"flags": [*plan.flags, *extra]},
-        )
+        Workers(TARGET, ranks=plan.ranks, threads=plan.threads, name=name, arguments={"flags": plan.flags_of(name)})
     )
     return _Side(name, workers, MemorySampler(workers.process_ids))
 
 
 def _in_turn(sides: Sequence[_Side], index: int) -> list[_Side]:
     """Each block begins with another side, so that none always runs on the heels of the same one."""
-    return list(sides) if index % 2 == 0 else list(reversed(sides))
+    first = index % len(sides)
+    return [*sides[first:], *sides[:first]]

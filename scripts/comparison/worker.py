@@ -1,10 +1,11 @@
 """One training run in a process of its own (one a rank); see `scripts.measuring.processes`."""
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scripts.comparison.collectives import CollectiveCounter
-from scripts.measuring.memory import peak_resident_bytes
+from scripts.measuring.memory import peak_resident_bytes, private_bytes
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,20 @@ class Totals:
     page_faults: int
     bytes_read: int
     bytes_written: int
+    peak_data_bytes: int = 0
+    """Private memory that was asked for, touched or not: what a limit on it (RLIMIT_DATA) counts."""
 
 
 class TrainingRun:
-    """A trainer that is told step by step what to do. `flags`: of `pretrain_moe.py`."""
+    """A trainer that is told step by step what to do. `flags`: of `pretrain_moe.py`.
 
-    def __init__(self, rank: int, world: int, *, flags: Sequence[str]) -> None:
+    `memory_limit_bytes`: private memory that the process may ask for, from here on.
+    """
+
+    def __init__(self, rank: int, world: int, *, flags: Sequence[str], memory_limit_bytes: int | None = None) -> None:
+        if memory_limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))
+        self._data_peak = 0
         self._collectives = CollectiveCounter()
         self._collectives.install()
         from scripts.moe_trainer.arguments import parse_args
@@ -93,8 +102,9 @@ class TrainingRun:
             peak_rss_bytes=peak_resident_bytes(),
             expert_state_peak_bytes=self._expert_state_peak,
             page_faults=counters.get("page_faults", 0),
-            bytes_read=counters.get("bytes_read", 0),
+            bytes_read=counters.get("bytes_loaded", 0),
             bytes_written=counters.get("bytes_written", 0),
+            peak_data_bytes=self._data_peak,
         )
 
     def _look_between_the_halves_of_a_step(self) -> None:
@@ -119,6 +129,7 @@ class TrainingRun:
 
         held = resident_expert_bytes(self._trainer.model, self._trainer.optimizer)
         self._expert_state_peak = max(self._expert_state_peak, held)
+        self._data_peak = max(self._data_peak, private_bytes())
 
     def _class_below(self, suffix: str) -> str:
         names = {

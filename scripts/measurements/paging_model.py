@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.products import BlasProducts
+from megascale_omni.experts.products import products_for
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.optimizer.arithmetic import arithmetic_for
@@ -55,6 +55,7 @@ class Task:
     max_lag: int = 100
     recompute: bool = False
     evaluate: bool = True
+    blas: bool = True  # products by BLAS; by what suits the processor otherwise
     batch_bytes: int = 16384  # a few pages
 
     @property
@@ -96,7 +97,7 @@ def random_experts(
         dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
         activation=Activation("silu", gated=True),
         style="sequential",
-        products=BlasProducts(workspace),
+        products=products_for(device=CPU, choice="blas" if task.blas else "auto", workspace=workspace),
         workspace=workspace,
     )
     for expert in range(task.experts):
@@ -109,9 +110,9 @@ def random_experts(
 class Model:
     """The modules of a task with their optimizer, on one manager."""
 
-    def __init__(self, task: Task, options: PagingOptions, mover: Mover | None = None) -> None:
+    def __init__(self, task: Task, options: PagingOptions, mover: Mover | None = None, *, poison: bool = True) -> None:
         self.task = task
-        self.manager = ExpertManager(device=CPU, options=options, mover=mover, poison=True)
+        self.manager = ExpertManager(device=CPU, options=options, mover=mover, poison=poison)
         workspace = Workspace(CPU)
         generator = torch.Generator().manual_seed(task.seed)
         self.modules = [

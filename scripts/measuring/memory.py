@@ -33,6 +33,11 @@ def peak_resident_bytes(process: int | str = "self") -> int:
     return _status_kib(process, "VmHWM") * KIB
 
 
+def private_bytes(process: int | str = "self") -> int:
+    """Private writable memory that a process has asked for, touched or not: what RLIMIT_DATA limits."""
+    return _status_kib(process, "VmData") * KIB
+
+
 @dataclass(frozen=True)
 class MemorySample:
     """Resident memory of a group of processes at a moment."""

@@ -42,7 +42,10 @@ class Progress:
         now = time.monotonic()
         if self._done >= self._total or now - self._last_line >= _LINE_EVERY_SECONDS:
             self._last_line = now
-            say(f"{description} | {self._done}/{self._total} | {plain_seconds(now - self._start)}")
+            elapsed = now - self._start
+            left = elapsed / self._done * (self._total - self._done) if self._done else None
+            rest = f", about {plain_seconds(left)} left" if left else ""
+            say(f"{description} | {self._done}/{self._total} | {plain_seconds(elapsed)}{rest}")
 
     def __enter__(self) -> Self:
         if self._bar is not None:

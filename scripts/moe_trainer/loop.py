@@ -7,6 +7,7 @@ import time
 import megatron.core
 import torch
 
+from . import paging
 from .errors import UsageError
 from .metrics import (
     JsonLines,
@@ -39,7 +40,9 @@ def train(args: argparse.Namespace) -> None:
         except BaseException as error:
             metrics.write(event="end", reason=f"{type(error).__name__}: {error}", peak_rss_bytes=peak_resident_bytes())
             raise
-        metrics.write(event="end", reason=reason, peak_rss_bytes=_peak_over_ranks(trainer))
+        metrics.write(
+            event="end", reason=reason, peak_rss_bytes=_peak_over_ranks(trainer), paging=paging.counters(trainer.model)
+        )
 
 
 def _iterate(trainer: Trainer, metrics: Metrics) -> str:
@@ -123,6 +126,7 @@ def _start_record(trainer: Trainer) -> dict[str, object]:
         "params": count_parameters(trainer.model),
         "train_samples": len(trainer.data.train),
         "tokens_per_step": args.global_batch_size * args.seq_length,
+        "paging": paging.places(trainer.model),
         "iteration": trainer.iteration,
         "rss_bytes": resident_bytes(),
     }

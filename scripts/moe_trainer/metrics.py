@@ -127,9 +127,21 @@ def describe(record: Record, last: int) -> str:
         parts += [f"{name} {record[name]:.4g}" for name in ("grad_norm", "lr") if record.get(name) is not None]
         parts += [f"{_number(record, 'step_seconds'):.3f} s", f"{_number(record, 'tokens_per_second'):,.0f} tokens/s"]
         return " | ".join(parts) + (" | skipped" if record.get("skipped") else "")
-    return " | ".join(
-        [str(event), *(f"{name} {value}" for name, value in record.items() if name not in ("event", "argv"))]
-    )
+    told = {name: value for name, value in record.items() if name not in ("event", "argv") and value not in (None, [])}
+    return " | ".join([str(event), *(f"{name} {_readable(name, value)}" for name, value in told.items())])
+
+
+def _readable(name: str, value: object) -> str:
+    """A value as a person reads it: bytes in MiB, numbers with few digits, groups of values in brackets."""
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{key} {_readable(key, part)}" for key, part in value.items()) + ")"
+    if isinstance(value, list):
+        return " + ".join(map(str, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if "bytes" in name:
+        return f"{value / 2**20:,.1f} MiB"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
 class Metrics:

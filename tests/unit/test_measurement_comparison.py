@@ -8,6 +8,7 @@ import pytest
 
 from scripts.comparison import main as command
 from scripts.comparison.expert_state import is_expert_parameter, union_length
+from scripts.comparison.limited import Limited, LimitedRun
 from scripts.comparison.presets import megascale_flags, page_size_bytes, preset_flags
 from scripts.comparison.report import print_comparison
 from scripts.comparison.result import Comparison, Run
@@ -54,8 +55,10 @@ def test_the_json_has_the_fields_that_readers_rely_on(comparison):
         "preset",
         "runs",
         "ratios",
+        "ratios_by_run",
         "max_relative_loss_difference",
         "max_relative_grad_norm_difference",
+        "under_memory_limit",
     }
     assert [entry["name"] for entry in content["runs"]] == ["stock", "megascale"]
     assert {
@@ -109,7 +112,53 @@ def test_the_table_names_the_classes_and_the_machine(comparison, capsys):
         assert text in printed
 
 
-def test_the_picture_is_written(comparison, tmp_path):
+@pytest.fixture
+def with_budget(comparison):
+    """The same with a third run under a budget, and what became of two under a memory limit."""
+    runs = (
+        LimitedRun("stock", (), "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+        LimitedRun("megascale 25%", (5.0, 4.9), None),
+    )
+    paged = run("megascale 25%", slow=2.0, rss=40 * MIB, state=10 * MIB, loss=2e-3)
+    limited = Limited(512 * MIB, runs, 0.0)
+    return Comparison(comparison.environment, "coarse", (*comparison.runs, paged), limited)
+
+
+def test_a_run_under_a_budget_has_ratios_of_its_own(with_budget):
+    content = json.loads(json.dumps(with_budget.as_json()))
+    assert content["ratios"] == content["ratios_by_run"]["megascale"]
+    assert content["ratios_by_run"]["megascale 25%"] == {
+        "speed": pytest.approx(0.5),
+        "peak_rss": 0.4,
+        "expert_state": 0.2,
+    }
+    assert content["max_relative_loss_difference"] == pytest.approx(2e-3 / 4.4)
+    limited = content["under_memory_limit"]
+    assert limited["limit_bytes"] == 512 * MIB
+    assert [entry["out_of_memory"] for entry in limited["runs"]] == [True, False]
+
+
+def test_the_table_says_what_paging_costs_and_who_dies(with_budget, capsys):
+    print_comparison(with_budget)
+    printed = capsys.readouterr().out
+    for text in (
+        "megascale 25%: a step takes 2.00 times stock's, with 0.20 of its expert state in memory",
+        "with 512 MiB of memory a process: stock: out of memory; megascale 25%: trains (2 steps)",
+        "pages read a step",
+    ):
+        assert text in printed
+
+
+def test_a_run_that_fails_otherwise_did_not_run_out_of_memory():
+    failed = LimitedRun("stock", (), "ValueError: --lr must be positive")
+    assert not failed.out_of_memory
+    assert failed.describe() == "failed: ValueError: --lr must be positive"
+    assert not LimitedRun("stock", (1.0,), None).out_of_memory
+
+
+@pytest.mark.parametrize("which", ["comparison", "with_budget"])
+def test_the_picture_is_written(which, request, tmp_path):
+    comparison = request.getfixturevalue(which)
     pictures = pytest.importorskip("scripts.comparison.pictures")
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "picture.png"
@@ -123,6 +172,15 @@ def plan(**changes):
     return Plan(**{**values, **changes})
 
 
+def test_a_budget_is_one_more_run():
+    with_budgets = plan(flags=("--lr", "1"), megascale_flags=("--x",), budgets=("25%", "1GiB"), disk_path=Path("/d"))
+    assert with_budgets.names == ("stock", "megascale", "megascale 25%", "megascale 1GiB")
+    assert with_budgets.flags_of("stock") == ["--lr", "1"]
+    assert with_budgets.flags_of("megascale") == ["--lr", "1", "--megascale", "--x"]
+    paging = ["--megascale-device-budget", "1GiB", "--megascale-disk-path", "/d"]
+    assert with_budgets.flags_of("megascale 1GiB") == ["--lr", "1", "--megascale", "--x", *paging]
+
+
 def test_measured_steps_are_divided_into_blocks():
     assert plan().block_lengths() == [3, 2, 2]
     assert plan(repeats=7).block_lengths() == [1] * 7
@@ -134,6 +192,8 @@ def test_measured_steps_are_divided_into_blocks():
         ({"steps": 2}, "--steps 2 cannot be divided into --repeats 3 blocks"),
         ({"warmup": 0}, "--warmup 0 must be at least 1"),
         ({"ranks": 0}, "--ranks 0 must be at least 1"),
+        ({"budgets": ("25%",)}, "give --disk-path"),
+        ({"limited_steps": 2}, "give --budget, e.g. 25%"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(changes, message):
@@ -157,6 +217,23 @@ def test_the_coarse_preset_has_at_least_four_pages_an_expert(tmp_path):
 def test_an_unknown_preset_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="preset 'medium' is unknown; there are quickstart, coarse, fine"):
         preset_flags("medium", data_path=tmp_path, train_iters=1)
+
+
+def test_flags_of_megascale_are_not_given_to_stock():
+    given = ["--lr", "1", "--megascale-page-size", "1MiB", "--bf16", "--megascale-prefetch", "off"]
+    assert command.split_flags(given) == (
+        ["--lr", "1", "--bf16"],
+        ["--megascale-page-size", "1MiB", "--megascale-prefetch", "off"],
+    )
+
+
+def test_several_ranks_share_the_experts_and_the_batch(tmp_path):
+    args = command._parser().parse_args(["--preset", "fine", "--ranks", "2"])
+    flags = command._plan(args, tmp_path, ["--lr", "1"]).flags
+    assert flags[flags.index("--expert-model-parallel-size") + 1] == "2"
+    assert flags[flags.index("--micro-batch-size") + 1] == "4"
+    chosen = command._plan(args, tmp_path, ["--micro-batch-size", "1"]).flags
+    assert [chosen[i + 1] for i, word in enumerate(chosen) if word == "--micro-batch-size"] == ["1"]
 
 
 def test_the_command_reports_a_mistake_in_one_line(tmp_path, capsys):

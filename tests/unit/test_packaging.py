@@ -179,7 +179,7 @@ def test_an_installation_without_extras_needs_torch_and_numpy_only(wheel):
     requirements = metadata.get_all("Requires-Dist", [])
     always = {line.partition(">")[0] for line in requirements if "extra ==" not in line}
     assert always == {"torch", "numpy"}
-    assert set(metadata.get_all("Provides-Extra", [])) == {"megatron", "deepspeed", "hf", "dev", "paging"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"megatron", "deepspeed", "hf", "dev", "paging", "pictures"}
     assert metadata["Version"] == megascale_omni.__version__
     assert "megascale = megascale_omni.cli:main" in entry_points
 
@@ -193,7 +193,7 @@ def test_the_pins_are_exact_and_fit_what_the_metadata_asks_for(wheel):
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         asked = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
     for requirement in map(Requirement, asked):
-        for extra in ("", "megatron", "dev"):
+        for extra in ("", "megatron", "deepspeed", "hf", "dev"):
             marker = requirement.marker
             if marker is None or marker.evaluate({"python_version": "3.11", "extra": extra}):
                 assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement

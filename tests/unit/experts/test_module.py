@@ -152,3 +152,10 @@ def test_pages_by_name_are_those_of_the_manager_in_the_order_given():
         assert lease.page(2, 1).numel() == experts.layout.page_numel(1)
         with pytest.raises(RuntimeError, match=r"module1\.experts, expert 2, slice 2 is used without a lease"):
             lease.page(2, 2)
+
+
+@pytest.mark.parametrize("name", [(4, 0), (-1, 0), (0, 9)])
+def test_a_page_that_there_is_not_is_named(name):
+    experts = small_experts(rows=16)
+    with pytest.raises(RuntimeError, match=rf"no expert {name[0]}, slice {name[1]}; it has 4 experts of \d+ slices"):
+        experts.page_ids(Plane.WEIGHT, [(0, 0), name])

@@ -1,6 +1,7 @@
 """Gossip reaches everyone in ceil(log2 N) rounds; the group cache is bounded and counts."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_cache_keeps_the_last_used_and_nothing_old(keys, capacity, kept):
     made = hits = 0
     for step, key in enumerate(keys):
         expected = key in last
-        value = cache.get(key, step=step, make=lambda key=key: key)
+        value = cache.get(key, step=step, make=partial(int, key))
         assert value == key
         hits += expected
         made += not expected

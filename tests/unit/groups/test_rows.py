@@ -40,11 +40,12 @@ def test_every_token_reaches_every_expert_it_chose_once_and_comes_back_summed(ca
     home: list[list[torch.Tensor]] = [[] for _ in maps]
     for q in range(ranks):
         pieces = [slice(sum(s.rows[:q]), sum(s.rows[: q + 1])) for s in sent]
-        arrived = torch.cat([values[p][s.token_R][piece] for p, (s, piece) in enumerate(zip(sent, pieces))])
-        wire = [p.view(-1)[s.pairs_N][sum(s.pairs[:q]) : sum(s.pairs[: q + 1])] for p, s in zip(probs, sent)]
-        received = received_rows(torch.cat([s.mask_RB[piece] for s, piece in zip(sent, pieces)]), local_experts=local)
+        arrived = torch.cat([values[p][s.token_R][pieces[p]] for p, s in enumerate(sent)])
+        wire = [probs[p].view(-1)[s.pairs_N][sum(s.pairs[:q]) : sum(s.pairs[: q + 1])] for p, s in enumerate(sent)]
+        received = received_rows(torch.cat([s.mask_RB[pieces[p]] for p, s in enumerate(sent)]), local_experts=local)
         x_Nh, probs_N = arrived[received.row_N], torch.cat(wire)[received.wire_N]
-        expected_x, expected_probs = [], []
+        expected_x: list[torch.Tensor] = []
+        expected_probs: list[float] = []
         for expert in range(q * local, (q + 1) * local):
             before = len(expected_x)
             for p, m in enumerate(maps):

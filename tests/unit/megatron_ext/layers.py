@@ -135,7 +135,6 @@ def transformer_config(*, ep: int, bias: bool, gated: bool, dtype: torch.dtype, 
         moe_ffn_hidden_size=FFN,
         num_moe_experts=EXPERTS,
         moe_router_topk=2,
-        moe_router_load_balancing_type="none",
         moe_token_dispatcher_type=dispatcher,
         expert_model_parallel_size=ep,
         add_bias_linear=bias,
@@ -143,7 +142,12 @@ def transformer_config(*, ep: int, bias: bool, gated: bool, dtype: torch.dtype, 
         activation_func=F.silu if gated else F.gelu,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        **{"gradient_accumulation_fusion": False, "bias_activation_fusion": False, **more},
+        **{
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+            "moe_router_load_balancing_type": "none",
+            **more,
+        },
     )
 
 

@@ -60,6 +60,12 @@ class TestPlainLines:
         )
         assert describe({**STEP, "grad_norm": None, "skipped": True}, 9).endswith("tokens/s | skipped")
 
+    def test_other_records_read_well(self) -> None:
+        record = {"event": "end", "peak_rss_bytes": 3 << 20, "paging": {"pages_loaded": 1234}, "left": None, "of": []}
+        assert describe(record, 9) == "end | peak_rss_bytes 3.0 MiB | paging (pages_loaded 1,234)"
+        record = {"event": "start", "argv": ["x"], "megascale": True, "optimizers": ["A", "B"], "seconds": 0.123456789}
+        assert describe(record, 9) == "start | megascale True | optimizers A + B | seconds 0.123457"
+
 
 def test_the_progress_bar_shows_loss_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
@@ -72,7 +78,7 @@ def test_the_progress_bar_shows_loss_and_speed(monkeypatch: pytest.MonkeyPatch) 
     bar.close()
     assert "3/4" in shown.getvalue()
     assert "loss 2.5000 | 2,048 tokens/s" in shown.getvalue()
-    assert "validation | iteration 3 | loss 2.0" in shown.getvalue()
+    assert "validation | iteration 3 | loss 2" in shown.getvalue()
 
 
 def test_tensorboard_gets_numbers_over_iterations(tmp_path: Path) -> None:

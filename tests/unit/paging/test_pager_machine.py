@@ -303,6 +303,15 @@ class PagerMachine(RuleBasedStateMachine):
             self.manager.pager.evict_down(slot_class)
             assert self.manager.arena.used(slot_class) <= max(slots, len(held))
 
+    @rule()
+    def compact(self) -> None:
+        """Pages move together; memory that no page and no limit needs is gone."""
+        arena = self.manager.arena
+        for slot_class in arena.slot_classes():
+            before = arena.capacity(slot_class) * slot_class.nbytes
+            freed = self.manager.pager.compact(slot_class)
+            assert arena.capacity(slot_class) * slot_class.nbytes == before - freed
+
     # -- what always holds ---------------------------------------------------------------------------------------------
 
     @invariant()

@@ -1,0 +1,228 @@
+"""Pages of experts in DeepSpeed's checkpoints: saved beside stock's files, loaded on any number of ranks.
+
+Pages are caught up with the optimizer as they are read, so that all of a checkpoint is of the same step. Each page is
+written by one of the ranks that have it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_ext.experts import DeepSpeedExperts
+from deepspeed_ext.pages_file import (
+    FOLDER,
+    ModuleRecord,
+    PagesReader,
+    PagesWriter,
+    page_name,
+    recut,
+    write_manifest,
+)
+from deepspeed_ext.run import Run
+from deepspeed_ext.stepping import ExpertsStep, counted_once
+from megascale_omni.optimizer.paged_adam import MOMENTS, master_plane
+from megascale_omni.paging.planes import Plane
+
+_PLANE_NAMES = {Plane.WEIGHT: "weight", Plane.MASTER: "master", Plane.MOMENT1: "exp_avg", Plane.MOMENT2: "exp_avg_sq"}
+
+
+def record_of(experts: DeepSpeedExperts) -> ModuleRecord:
+    """What the manifest says of a module."""
+    shape = experts.shape
+    return ModuleRecord(
+        path=experts.path,
+        num_experts=experts.all_experts,
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        gated=shape.gated,
+        bias=shape.bias,
+        rows=experts.layout.rows,
+        style=experts.names.style,
+    )
+
+
+@torch.no_grad()
+def save(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsStep | None) -> None:
+    """Writes all pages below ``folder`` (that of the tag). A collective of all ranks.
+
+    Raises:
+        RuntimeError: on every rank, where one could not write.
+    """
+    target, building = folder / FOLDER, folder / f"{FOLDER}.new"
+    problem = _attempt(partial(_make_empty, building)) if dist.get_rank() == 0 else None
+    _all_or_none(problem, f"saving {building}")
+    _all_or_none(_attempt(partial(_write_pages, building, run, modules, step)), f"saving {building}")
+    if dist.get_rank() == 0:
+        problem = _attempt(partial(_finish, building, target, modules, step))
+    _all_or_none(problem, f"saving {target}")
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)  # what an interrupted save has left
+    folder.mkdir(parents=True)
+
+
+def _write_pages(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsStep | None) -> None:
+    writer, shards = PagesWriter(folder, dist.get_rank()), counted_once(run)
+    for experts in modules:
+        manager = experts.manager
+        stepped = step is not None and experts in step.adam.bindings
+        planes = [master_plane(experts), *MOMENTS] if stepped else [Plane.WEIGHT]
+        for name in shards.owned(experts):
+            manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+            with ExitStack() as stack:
+                there = [plane for plane in planes if manager.present(experts.pages, plane)[name]]
+                leases = {plane: stack.enter_context(experts.lease(plane, [name])) for plane in there}
+                pages = {_PLANE_NAMES[plane]: lease.page(*name) for plane, lease in leases.items()}
+                writer.add(page_name(experts.path, experts.owned.start + name[0], name[1]), pages)
+    writer.close()
+
+
+def _finish(building: Path, target: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None) -> None:
+    write_manifest(
+        building,
+        modules=[record_of(experts) for experts in modules],
+        ranks=dist.get_world_size(),
+        num_steps=step.adam.num_steps if step is not None else 0,
+    )
+    if target.exists():
+        shutil.rmtree(target)
+    building.rename(target)
+
+
+@torch.no_grad()
+def load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None, *, optimizer_states: bool) -> None:
+    """Reads all pages of this rank from below ``folder``. A collective of all ranks.
+
+    Without ``optimizer_states`` weights alone are loaded, and the optimizer begins anew.
+
+    Raises:
+        ValueError: on every rank, where the files are not whole or belong to another model.
+    """
+    problem = _attempt(partial(_load, folder, modules, step, optimizer_states))
+    _all_or_none(problem, f"loading {folder / FOLDER}", kind=ValueError)
+
+
+def _load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None, optimizer_states: bool) -> None:
+    reader = PagesReader(folder / FOLDER)
+    _refuse_another_model(reader, modules)
+    if step is not None:
+        step.gradients.drop()
+        step.adam.set_num_steps(reader.num_steps if optimizer_states else 0)
+    for experts in modules:
+        kept: set[tuple[int, int]] = set()
+        if step is not None and experts in step.adam.bindings:
+            kept = set(step.adam.shards.owned(experts))
+        for number in range(experts.num_experts):
+            _ExpertLoader(reader, experts, number).load(kept, optimizer_states=optimizer_states)
+    if step is not None and not optimizer_states:  # as DeepSpeed's masters, which begin with what the model computes
+        step.adam.refresh_masters()
+
+
+class _ExpertLoader:
+    """Fills the pages of one expert."""
+
+    def __init__(self, reader: PagesReader, experts: DeepSpeedExperts, number: int) -> None:
+        self._reader, self._experts, self._number = reader, experts, number
+        self._old = reader.modules[experts.path].layout()
+        expert = experts.owned.start + number
+        self._names = [page_name(experts.path, expert, slice_) for slice_ in range(self._old.num_slices)]
+        self._planes = reader.planes(self._names[0])
+
+    def load(self, kept: set[tuple[int, int]], *, optimizer_states: bool) -> None:
+        """``kept``: pages whose optimizer state is this rank's."""
+        parameters = "master" if "master" in self._planes else "weight"
+        for slice_ in range(self._experts.layout.num_slices):
+            name = (self._number, slice_)
+            self._fill(Plane.WEIGHT, name, parameters)
+            if name not in kept:
+                continue
+            if Plane.MASTER in self._experts.pages.dtypes:
+                self._fill(Plane.MASTER, name, parameters)
+            for plane in MOMENTS:
+                saved = _PLANE_NAMES[plane]
+                if optimizer_states and saved in self._planes:
+                    self._fill(plane, name, saved)
+                else:  # zeros
+                    self._experts.manager.drop(self._present(plane, name))
+
+    def _present(self, plane: Plane, name: tuple[int, int]) -> np.ndarray:
+        ids = self._experts.page_ids(plane, [name])
+        return ids if self._experts.manager.present(self._experts.pages, plane)[name] else ids[:0]
+
+    def _fill(self, plane: Plane, name: tuple[int, int], saved: str) -> None:
+        experts, reader = self._experts, self._reader
+        experts.manager.create_ids(experts.pages, plane, experts.page_ids(plane, [name]))
+        with experts.lease(plane, [name]) as lease:
+            lease.mark_dirty()
+            recut(
+                experts.layout,
+                name[1],
+                old=self._old,
+                read=lambda slice_: reader.page(self._names[slice_], saved),
+                out=lease.page(*name),
+            )
+
+
+def _refuse_another_model(reader: PagesReader, modules: list[DeepSpeedExperts]) -> None:
+    ours = {experts.path: experts for experts in modules}
+    if ours.keys() != reader.modules.keys():
+        different = sorted(ours.keys() ^ reader.modules.keys())
+        raise ValueError(f"the checkpoint and the model have experts in different places: {', '.join(different[:4])}")
+    for path, experts in ours.items():
+        record = reader.modules[path]
+        if record.layout().shape != experts.shape or record.num_experts != experts.all_experts:
+            raise ValueError(
+                f"{path}: the checkpoint has {record.num_experts} experts of {record.layout().shape}, the model "
+                f"{experts.all_experts} of {experts.shape}"
+            )
+
+
+def tag_of(folder: Path, tag: str | None) -> str | None:
+    """The tag given, or the one that ``latest`` names; None where there is neither."""
+    latest = folder / "latest"
+    if tag is not None:
+        return str(tag)
+    return latest.read_text().strip() if latest.is_file() else None
+
+
+def has_pages(folder: Path) -> bool:
+    """Whether a checkpoint (the folder of its tag) was saved with experts in pages."""
+    return (folder / FOLDER / "manifest.json").is_file()
+
+
+@contextmanager
+def hidden(run: Run) -> Iterator[None]:
+    """While it lasts, state dicts of modules have no experts: a checkpoint keeps them in files of their own."""
+    run.hidden = True
+    try:
+        yield
+    finally:
+        run.hidden = False
+
+
+def _attempt(what: Callable[[], None]) -> str | None:
+    """The error of a piece of work that only some ranks may fail in."""
+    try:
+        what()
+    except (OSError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _all_or_none(problem: str | None, doing: str, *, kind: type[Exception] = RuntimeError) -> None:
+    """Raises on every rank where one has a problem. A collective."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None]
+    if found:
+        raise kind(f"{doing}: {'; '.join(found)}")

@@ -1,0 +1,197 @@
+"""HfExperts: paged experts with the call of Hugging Face's experts modules.
+
+Shape suffixes: T tokens, k experts a token, N = T k rows sorted by expert, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_ext.expert_parallel import exchange_counts, exchange_rows
+from deepspeed_ext.recognise import Description
+from deepspeed_ext.run import Run
+from megascale_omni.experts.module import PagedExperts
+from megascale_omni.paging.planes import Plane
+
+
+class DeepSpeedExperts(PagedExperts):
+    """Paged experts of a model under DeepSpeed, whatever calls them.
+
+    Args:
+        run: what the modules of an engine share. path: the module's path in the model. described: the stock module.
+        dtype: of weights. gradient_dtype: of accumulated gradients.
+    """
+
+    def __init__(
+        self, run: Run, *, path: str, described: Description, dtype: torch.dtype, gradient_dtype: torch.dtype
+    ) -> None:
+        self.owned = run.ranks.local(described.num_experts)
+        if not self.owned:
+            raise ValueError(
+                f"{path}: {described.num_experts} experts cannot be divided among {run.ranks.size} ranks; choose a "
+                'smaller "expert_parallel_size"'
+            )
+        super().__init__(
+            manager=run.manager,
+            path=path,
+            layout=run.layout(described.shape, dtype),
+            num_experts=len(self.owned),
+            dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: gradient_dtype},
+            activation=described.activation,
+            style=described.style,
+            products=run.products,
+            workspace=run.workspace,
+        )
+        self.run = run
+        self.all_experts = described.num_experts
+        self.requires_grad_(described.trainable)
+
+    def take(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Makes the pages of an expert (its number in the model) from tensors of this expert alone, ``[1, ...]``.
+
+        Nothing where another rank owns it.
+        """
+        if expert not in self.owned:
+            return
+        local = expert - self.owned.start
+        views = {name: _AsExpert(tensor, local, self.num_experts) for name, tensor in tensors.items()}
+        self.initialise(local, views)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DeepSpeedExperts:
+        """Module-wide conversions may change nothing about pages: these keep the dtype they were made with."""
+        probe = fn(torch.empty(0, dtype=self.pages.dtypes[Plane.WEIGHT], device=self.manager.arena.device))
+        if probe.dtype != self.pages.dtypes[Plane.WEIGHT]:
+            raise ValueError(
+                f"{self.path}: paged experts cannot change from {self.pages.dtypes[Plane.WEIGHT]} to {probe.dtype}; "
+                "choose the dtype with DeepSpeed's bf16 section"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        if self.run.hidden:
+            return
+        if self.num_experts != self.all_experts:
+            raise ValueError(
+                f"{self.path}: this rank holds experts {self.owned.start} to {self.owned.stop - 1} of "
+                f"{self.all_experts} only, so that state_dict() would be incomplete; use "
+                "deepspeed_ext.export_hf(engine, folder), which collects them from all ranks"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's own signature
+        if not self.run.hidden:
+            super()._load_from_state_dict(*args, **kwargs)
+
+
+class HfExperts(DeepSpeedExperts):
+    """Drop-in for Hugging Face's experts modules: ``(hidden [T, h], top_k_index [T, k], top_k_weights [T, k])``.
+
+    ``eager`` says which of stock's two ways the weighted outputs of a token are added in: one expert after the other in
+    the model's dtype, or, as ``grouped_mm`` does, all at once.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        path: str,
+        described: Description,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        eager: bool,
+    ) -> None:
+        super().__init__(run, path=path, described=described, dtype=dtype, gradient_dtype=gradient_dtype)
+        self.eager = eager
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
+        *,
+        router_indices: torch.Tensor | None = None,
+        routing_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As stock's; GPT-OSS names the routing otherwise."""
+        index_Tk = top_k_index if router_indices is None else router_indices
+        weights_Tk = top_k_weights if routing_weights is None else routing_weights
+        if index_Tk is None or weights_Tk is None or index_Tk.shape != weights_Tk.shape:
+            raise ValueError(f"{self.path}: experts need indices and weights [tokens, top-k] of the router")
+        order_N = torch.argsort(index_Tk.reshape(-1), stable=True)
+        counts = torch.bincount(index_Tk.reshape(-1), minlength=self.all_experts).tolist()
+        if len(counts) != self.all_experts:
+            raise ValueError(f"{self.path}: the router chose expert {len(counts) - 1} of {self.all_experts}")
+        x_Nh = hidden_states.index_select(0, order_N // index_Tk.shape[1])
+        y_Nh = self._outputs(x_Nh, counts)
+        weighted_Nh = y_Nh * weights_Tk.reshape(-1).index_select(0, order_N).unsqueeze(-1)
+        return self._combine(weighted_Nh, order_N, index_Tk, hidden_states.dtype)
+
+    def _outputs(self, x_Nh: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Experts' outputs for rows sorted by expert, wherever the experts are."""
+        ranks = self.run.ranks
+        if ranks.size == 1:
+            return super().forward(x_Nh, counts)
+        plan = exchange_counts(ranks, counts)
+        received_Mh = exchange_rows(x_Nh, plan.sent, plan.received, ranks)
+        sorted_M, local_counts = plan.by_local_expert(x_Nh.device)
+        y_Mh = super().forward(received_Mh.index_select(0, sorted_M), local_counts)
+        back_M = torch.empty_like(sorted_M)
+        back_M[sorted_M] = torch.arange(len(sorted_M), device=sorted_M.device)
+        return exchange_rows(y_Mh.index_select(0, back_M), plan.received, plan.sent, ranks)
+
+    def _combine(
+        self, weighted_Nh: torch.Tensor, order_N: torch.Tensor, index_Tk: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A token's weighted outputs added as stock adds them, ``[T, h]`` in ``dtype``."""
+        (tokens, top_k), hidden = index_Tk.shape, weighted_Nh.shape[1]
+        row_Tk = torch.empty_like(order_N)
+        row_Tk[order_N] = torch.arange(len(order_N), device=order_N.device)
+        if not self.eager:
+            return weighted_Nh.index_select(0, row_Tk).view(tokens, top_k, hidden).sum(dim=1).to(dtype)
+        ascending_Tk = row_Tk.view(tokens, top_k).gather(1, index_Tk.argsort(dim=1))
+        total_Th = weighted_Nh.new_zeros(tokens, hidden, dtype=dtype)
+        for place in range(top_k):
+            total_Th = total_Th + weighted_Nh.index_select(0, ascending_Tk[:, place]).to(dtype)
+        return total_Th
+
+
+class _AsExpert:
+    """One expert's tensor ``[1, ...]`` seen as that of a module with many: what :class:`NamedTensors` asks of it."""
+
+    def __init__(self, tensor: torch.Tensor, expert: int, num_experts: int) -> None:
+        self._tensor, self._expert = tensor, expert
+        self.shape = (num_experts, *tensor.shape[1:])
+
+    def view(self, shape: tuple[int, ...]) -> _AsExpert:
+        """As torch's; the shape is the module's own."""
+        if tuple(shape) != self.shape:
+            raise RuntimeError(f"an expert's tensor {self.shape} is seen as {tuple(shape)}")
+        return self
+
+    def __getitem__(self, index: tuple[Any, ...]) -> torch.Tensor:
+        if index[0] != self._expert:
+            raise RuntimeError(f"expert {index[0]} is asked of a tensor of expert {self._expert}")
+        part: torch.Tensor = self._tensor[(0, *index[1:])]
+        return part
+
+
+@torch.no_grad()
+def whole(experts: DeepSpeedExperts, plane: Plane = Plane.WEIGHT) -> dict[str, torch.Tensor]:
+    """Named tensors of all experts of a module, wherever they are. A collective where ranks divide them."""
+    local, ranks = experts.dense(plane), experts.run.ranks
+    if ranks.size == 1:
+        return local
+    counts = [len(ranks.experts_of(rank, experts.all_experts)) for rank in range(ranks.size)]
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in local.items():
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = tensor.new_empty(ranks.size * max(counts), *tensor.shape[1:])
+        dist.all_gather_into_tensor(parts, padded, group=ranks.parallel)
+        pieces = parts.view(ranks.size, max(counts), *tensor.shape[1:])
+        result[name] = torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+    return result

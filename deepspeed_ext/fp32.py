@@ -1,0 +1,88 @@
+"""fp32 weights of a whole model from a checkpoint's files, experts in pages included."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_ext.checkpoint import has_pages, tag_of
+from deepspeed_ext.pages_file import FOLDER, PagesReader, page_name
+from megascale_omni.paging.names import NamedTensors
+
+SCRIPT = "zero_to_fp32.py"
+_RECOVERY_SCRIPT = '''#!/usr/bin/env python
+"""Makes one fp32 state dict of this checkpoint, experts included: python zero_to_fp32.py . OUTPUT_FOLDER"""
+
+from deepspeed_ext.fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def experts_fp32(folder: Path) -> dict[str, torch.Tensor]:
+    """Named tensors of all experts in a checkpoint (the folder of its tag), in fp32: masters where there are any.
+
+    Raises:
+        ValueError: files that are damaged or missing.
+    """
+    reader = PagesReader(folder / FOLDER)
+    found: dict[str, torch.Tensor] = {}
+    for path, record in reader.modules.items():
+        layout = record.layout()
+        names = NamedTensors(layout=layout, num_experts=record.num_experts, style=record.style)  # type: ignore[arg-type]
+        tensors = {t.name: torch.zeros(t.shape) for t in names.tensors()}
+        for expert in range(record.num_experts):
+            for slice_ in range(layout.num_slices):
+                name = page_name(path, expert, slice_)
+                plane = "master" if "master" in reader.planes(name) else "weight"
+                names.gather({(expert, slice_): reader.page(name, plane)}, tensors)
+        found.update({f"{path}.{name}": tensor for name, tensor in tensors.items()})
+    return found
+
+
+def with_experts(
+    stock: Callable[..., dict[str, Any]],
+    checkpoint_dir: str,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """Stock's ``get_fp32_state_dict_from_zero_checkpoint``, with the experts of a checkpoint that has them in pages."""
+    state = stock(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode)
+    found = tag_of(Path(checkpoint_dir), tag)
+    if found is not None and has_pages(Path(checkpoint_dir) / found):
+        state = {**state, **experts_fp32(Path(checkpoint_dir) / found)}
+    return state
+
+
+def write_recovery_script(folder: Path) -> None:
+    """The script that DeepSpeed leaves beside a checkpoint, in a form that knows pages."""
+    script = folder / SCRIPT
+    script.write_text(_RECOVERY_SCRIPT)
+    script.chmod(0o755)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line of the script beside a checkpoint."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip())
+    parser.add_argument("checkpoint_dir", help="folder with the file `latest`")
+    parser.add_argument("output_dir", help="folder for model.safetensors")
+    parser.add_argument("-t", "--tag", help="another tag than that of `latest`")
+    args = parser.parse_args(argv)
+    import deepspeed.utils.zero_to_fp32 as stock
+    from safetensors.torch import save_file
+
+    import deepspeed_ext  # noqa: F401 - makes stock's function know pages
+
+    state = stock.get_fp32_state_dict_from_zero_checkpoint(args.checkpoint_dir, tag=args.tag)
+    output = Path(args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    # Tied tensors are one tensor under two names, which the format has no word for.
+    own = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    save_file(own, output / "model.safetensors", metadata={"format": "pt"})
+    print(f"{len(own)} tensors in {output / 'model.safetensors'}")

@@ -1,0 +1,139 @@
+"""Optimizers and parameter lists that were made before experts moved into pages.
+
+They hold parameters that are gone. Those are taken out, and their place is remembered: the experts of a module are
+stepped with the hyperparameters of the group that held them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed_ext.convert import Moved
+from deepspeed_ext.experts import DeepSpeedExperts
+from megascale_omni.optimizer.paged_adam import GroupBinding
+
+Group = dict[str, Any]
+
+
+@dataclass
+class Places:
+    """Parameter groups of modules: of their weights and of their biases."""
+
+    weights: dict[DeepSpeedExperts, int] = field(default_factory=dict)
+    biases: dict[DeepSpeedExperts, int] = field(default_factory=dict)
+
+    def note(self, experts: DeepSpeedExperts, is_bias: bool, group: int) -> None:
+        """A parameter of a module was in a group.
+
+        Raises:
+            ValueError: another one of this module was in another group.
+        """
+        places = self.biases if is_bias else self.weights
+        if places.setdefault(experts, group) != group:
+            raise ValueError(
+                f"{experts.path}: its {'biases' if is_bias else 'weights'} are in parameter groups {places[experts]} "
+                f"and {group}; with megascale the experts of a module share one group"
+            )
+
+    def binding(self, experts: DeepSpeedExperts) -> GroupBinding | None:
+        """The module's groups; None where the optimizer was not given it."""
+        if experts not in self.weights:
+            return None
+        has_bias = experts.shape.bias
+        return GroupBinding(self.weights[experts], self.biases[experts] if has_bias else None)
+
+
+def everything_in_group_0(moved: Moved) -> Places:
+    """Places where no list was given: DeepSpeed makes one group of all parameters."""
+    places = Places()
+    for experts, is_bias in moved.owner.values():
+        if experts.trainable:
+            places.note(experts, is_bias, 0)
+    return places
+
+
+def without_experts(model_parameters: Iterable[Any], moved: Moved) -> tuple[list[Any], Places]:
+    """A list of parameters or of groups as ``deepspeed.initialize`` takes it, less what has moved.
+
+    Raises:
+        ValueError: a group of experts alone.
+    """
+    given = list(model_parameters)
+    places = Places()
+    if not given or not isinstance(given[0], dict):
+        return _remaining(given, 0, moved, places), places
+    kept: list[Group] = []
+    for number, group in enumerate(given):
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        kept.append({**group, "params": _remaining(members, number, moved, places)})
+        _refuse_empty(kept[-1], members, number)
+    return kept, places
+
+
+def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
+    """Takes what has moved out of a client's optimizer.
+
+    Raises:
+        ValueError: a group of experts alone, or an optimizer that has made steps with them already.
+    """
+    places = Places()
+    kept: list[list[torch.nn.Parameter]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        stepped = [p for p in group["params"] if id(p) in moved.owner and optimizer.state.get(p)]
+        if stepped:
+            raise ValueError(
+                f"the optimizer has state of {moved.owner[id(stepped[0])][0].path} already; give deepspeed.initialize "
+                "a new optimizer and load the state with engine.load_checkpoint"
+            )
+        members = list(group["params"])
+        kept.append(_remaining(members, number, moved, places))
+        _refuse_empty({"params": kept[-1]}, members, number)
+    for group, members in zip(optimizer.param_groups, kept, strict=True):
+        group["params"] = members
+    return places
+
+
+def watched(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """A client's function that makes the optimizer; it sees lists without experts.
+
+    The function may sort parameters into groups of its own. Where it makes several with different settings, nobody can
+    tell which one the experts would have been in.
+    """
+
+    def made(parameters: list[Any]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        given_groups = bool(parameters) and isinstance(parameters[0], dict)
+        if not given_groups and any(one != settings[0] for one in settings):
+            raise ValueError(
+                "the optimizer's function sorts parameters into groups with different settings, and experts in pages "
+                "are not among them; give the groups to deepspeed.initialize as model_parameters"
+            )
+        return optimizer
+
+    return made
+
+
+def _remaining(members: list[Any], number: int, moved: Moved, places: Places) -> list[Any]:
+    remaining = []
+    for parameter in members:
+        if id(parameter) in moved.owner:
+            experts, is_bias = moved.owner[id(parameter)]
+            if experts.trainable:
+                places.note(experts, is_bias, number)
+        else:
+            remaining.append(parameter)
+    return remaining
+
+
+def _refuse_empty(group: Group, members: list[Any], number: int) -> None:
+    if members and not group["params"]:
+        raise ValueError(
+            f"parameter group {number} has experts only, which are in pages with megascale; DeepSpeed drops empty "
+            "groups, and with them their learning rate: put at least one other parameter into the group"
+        )

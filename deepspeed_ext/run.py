@@ -1,0 +1,97 @@
+"""What the paged experts of one engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_ext.config import Section
+from deepspeed_ext.messages import said_in_json
+from megascale_omni.experts.products import Products, products_for
+from megascale_omni.experts.workspace import Workspace
+from megascale_omni.heat.observation import Observation
+from megascale_omni.paging.available import paging_options
+from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank's experts stand among the ranks.
+
+    ``parallel`` is the expert-parallel group (each rank other experts), ``data`` the ranks with the same experts. None
+    is a group of one.
+    """
+
+    parallel: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that divide the experts."""
+        return 1 if self.parallel is None else dist.get_world_size(self.parallel)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.parallel is None else dist.get_rank(self.parallel)
+
+    def experts_of(self, rank: int, num_experts: int) -> range:
+        """The experts (of ``num_experts`` in the model) that rank ``rank`` of the expert-parallel group owns."""
+        return range(rank * num_experts // self.size, (rank + 1) * num_experts // self.size)
+
+    def local(self, num_experts: int) -> range:
+        """The experts that this rank owns."""
+        return self.experts_of(self.rank, num_experts)
+
+
+@dataclass
+class Run:
+    """Configuration, pages and scratch memory; made before the first experts are paged.
+
+    While ``hidden``, state dicts of modules have no experts: a checkpoint keeps them in files of their own.
+    """
+
+    section: Section
+    manager: ExpertManager
+    workspace: Workspace
+    products: Products
+    observation: Observation
+    ranks: Ranks = field(default_factory=Ranks)
+    hidden: bool = False
+
+    @classmethod
+    def create(cls, section: Section, *, device: torch.device, ranks: Ranks) -> Run:
+        """A run on ``device``."""
+        workspace = Workspace(device)
+        products = products_for(device=device, choice=section.config.compute.cpu_products, workspace=workspace)
+        options = paging_options(section.config.paging, device)
+        manager = ExpertManager(device=device, schedule=Schedule(), options=options)
+        heat, observe = section.config.heat, section.config.observe
+        observation = Observation(
+            manager, heat=heat, observe=observe, rank=dist.get_rank(), world=dist.get_world_size()
+        )
+        return cls(section, manager, workspace, products, observation, ranks)
+
+    def close(self) -> None:
+        """Ends traces and io threads, and removes the scratch file."""
+        self.observation.close()
+        self.manager.close()
+
+    def layout(self, shape: ExpertShape, dtype: torch.dtype) -> PageLayout:
+        """How experts of a shape are cut."""
+        page_bytes = self.section.config.paging.page_size_bytes
+        with said_in_json():
+            return PageLayout.for_page_bytes(shape, page_bytes=page_bytes, dtype=dtype)
+
+    def check_budget(self) -> None:
+        """To be called when all modules and planes are known.
+
+        Raises:
+            ValueError: the device budget is too small; names the number that works.
+        """
+        with said_in_json():
+            self.manager.check_budget()

@@ -1,0 +1,143 @@
+"""The experts' share of an optimizer step: gradients reduced and measured, then pages stepped as the rest was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_ext.experts import DeepSpeedExperts
+from deepspeed_ext.norms import SharedNorm
+from deepspeed_ext.parameters import Places
+from deepspeed_ext.run import Run
+from megascale_omni.experts.gradients import ExpertGradients
+from megascale_omni.experts.shards import PageShards
+from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
+from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
+from megascale_omni.paging.planes import Plane
+
+_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps")
+
+
+class ExpertsStep:
+    """What happens to the experts of an engine at its optimizer step.
+
+    Args:
+        run: what the modules share. modules: paged experts. optimizer: the engine's, as DeepSpeed wrapped it. basic:
+        the one inside. places: parameter groups of the modules. sharded: whether each page's state is kept by one of
+        the ranks that have it (ZeRO 1 to 3), or by all (ZeRO 0). max_norm: ``gradient_clipping``. average: whether
+        gradients are averaged over ranks or summed.
+
+    Raises:
+        ValueError: an optimizer whose arithmetic paged experts do not have, or a budget that is too small.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        modules: list[DeepSpeedExperts],
+        *,
+        optimizer: Any,  # noqa: ANN401 - DeepSpeed's optimizers have no common base
+        basic: torch.optim.Optimizer,
+        places: Places,
+        sharded: bool,
+        max_norm: float,
+        average: bool,
+    ) -> None:
+        self.run = run
+        self.norm = SharedNorm(optimizer, max_norm=max_norm)
+        self.gradients = ExpertGradients(modules)
+        self._optimizer = optimizer
+        self._average = average
+        self._counted_once = counted_once(run)
+        arithmetic = arithmetic_of(basic)
+        bindings = self._bindings(modules, places)
+        for experts in bindings:
+            if experts.pages.dtypes[Plane.WEIGHT] is not torch.float32:
+                run.manager.set_plane_dtype(experts.pages, Plane.MASTER, torch.float32)
+            for plane in (Plane.MOMENT1, Plane.MOMENT2):
+                run.manager.set_plane_dtype(experts.pages, plane, torch.float32)
+        run.check_budget()
+        self.adam = PagedAdam(
+            bindings.items(),
+            groups=[self._settings(group) for group in optimizer.param_groups],
+            arithmetic=arithmetic,
+            shards=self._counted_once if sharded else PageShards(),
+            max_lag=run.section.config.paging.max_lag_steps,
+        )
+        for _ in range(_steps_made(basic)):  # some of DeepSpeed's optimizers begin with a step of zero gradients
+            self.adam.step()
+
+    @staticmethod
+    def _bindings(modules: list[DeepSpeedExperts], places: Places) -> dict[DeepSpeedExperts, GroupBinding]:
+        bindings = {experts: places.binding(experts) for experts in modules if experts.trainable}
+        for experts, binding in bindings.items():
+            if binding is None:  # the optimizer was not given them
+                experts.requires_grad_(False)
+        return {experts: binding for experts, binding in bindings.items() if binding is not None}
+
+    @staticmethod
+    def _settings(group: dict[str, Any]) -> dict[str, Any]:
+        return {**{key: group[key] for key in _HYPERPARAMETERS}, "params": []}
+
+    def reduce(self) -> None:
+        """Gradients of all ranks become one; takes their norm. A collective of all ranks."""
+        world = dist.get_world_size()
+        scale = 1.0 / world if self._average else 1.0
+        self.gradients.finish(scale=scale, group=self.run.ranks.data)
+        squares = torch.tensor([self.gradients.statistics(self._counted_once)[0]], dtype=torch.float64)
+        if world > 1:
+            squares = squares.to(self.run.manager.arena.device)
+            dist.all_reduce(squares)
+        self.norm.experts = math.sqrt(float(squares))
+
+    def note_hyperparameters(self) -> None:
+        """Takes over what schedulers have set; call it before DeepSpeed steps, which may step the scheduler too."""
+        for ours, theirs in zip(self.adam.param_groups, self._optimizer.param_groups, strict=True):
+            ours.update({key: theirs[key] for key in _HYPERPARAMETERS})
+
+    def apply(self) -> None:
+        """Steps every page, by what DeepSpeed clipped by. A collective where state is sharded."""
+        self.adam.step(clip_coefficient=self.norm.coefficient())
+
+
+def counted_once(run: Run) -> PageShards:
+    """Every page on one of the ranks that have it."""
+    data = run.ranks.data
+    if data is None or dist.get_world_size(data) == 1:
+        return PageShards()
+    return PageShards(rank=dist.get_rank(data), size=dist.get_world_size(data), group=data)
+
+
+def arithmetic_of(basic: torch.optim.Optimizer) -> AdamArithmetic:
+    """Adam's operations as the dense part performs them.
+
+    DeepSpeed's own kernels (``FusedAdam``, ``DeepSpeedCPUAdam``) compute torch's formulas with fused roundings; for
+    them pages are stepped by torch's operations.
+
+    Raises:
+        ValueError: an optimizer other than Adam or AdamW, or one with amsgrad or maximize.
+    """
+    name, defaults = type(basic).__name__, basic.defaults
+    if isinstance(basic, torch.optim.AdamW):
+        decoupled = True
+    elif isinstance(basic, torch.optim.Adam):
+        decoupled = bool(defaults.get("decoupled_weight_decay", False))
+    elif name in ("FusedAdam", "DeepSpeedCPUAdam"):
+        decoupled = bool(getattr(basic, "adam_w_mode", False))
+        if defaults.get("bias_correction") is False:
+            raise ValueError(f"{name} without bias_correction is not supported with megascale; leave it on")
+    else:
+        raise ValueError(f"optimizer {name} is not supported with megascale; use Adam or AdamW")
+    if defaults.get("maximize"):
+        raise ValueError("maximize is not supported with megascale; minimise the negated loss")
+    return arithmetic_for(
+        decoupled=decoupled, fused=bool(defaults.get("fused")), amsgrad=bool(defaults.get("amsgrad", False))
+    )
+
+
+def _steps_made(basic: torch.optim.Optimizer) -> int:
+    """Steps that the dense optimizer has made already, before training."""
+    return max((int(state["step"]) for state in basic.state.values() if "step" in state), default=0)

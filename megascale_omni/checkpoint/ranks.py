@@ -1,0 +1,73 @@
+"""The ranks that make a checkpoint together."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Ranks that call the same methods in the same order. Each waits no longer than its group's timeout."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        ...
+
+    def all(self, value: bool) -> bool:
+        """Whether ``value`` is true on every rank; cheap enough for every step."""
+        ...
+
+
+class SingleRank:
+    """A process that is alone."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T) -> list[T]:
+        """See :class:`Ranks`."""
+        return [value]
+
+    def all(self, value: bool) -> bool:
+        """See :class:`Ranks`."""
+        return value
+
+
+class GroupRanks:
+    """The ranks of a process group (default: all)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, value: T) -> list[T]:
+        """See :class:`Ranks`."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def all(self, value: bool) -> bool:
+        """See :class:`Ranks`."""
+        cuda = dist.get_backend(self.group) == "nccl"
+        flag = torch.tensor([int(value)], device="cuda" if cuda else "cpu")
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(flag.item())
+
+
+def of_run() -> Ranks:
+    """All ranks of ``torch.distributed`` where it is initialised, else this process."""
+    return GroupRanks() if dist.is_available() and dist.is_initialized() else SingleRank()
+
+
+def agreed_error(ranks: Ranks, error: BaseException | None) -> str | None:
+    """What went wrong on any rank, the same text on all of them; None where nothing did. A collective."""
+    texts = ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
+    failed = [f"{text} (rank {rank})" for rank, text in enumerate(texts) if text is not None]
+    return failed[0] if failed else None

@@ -1,0 +1,1 @@
+"""Heat: which experts are used how much, and what follows from it for their pages."""

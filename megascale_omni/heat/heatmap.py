@@ -1,0 +1,113 @@
+"""The heat map: what every expert did in every window of steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megascale_omni.config import HeatConfig
+from megascale_omni.paging.forecast import Visit
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
+
+COMPUTE, MEMORY, COMMUNICATION = 0, 1, 2
+HEATING = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP})
+"""Recompute and evaluation add no heat: they repeat, or do not train."""
+
+
+class HeatMap:
+    """An observer that counts ``[expert, window, metric]`` of every module, see states' [Note: heat].
+
+    A window is kept in parts of ``refresh_steps``, so that the newest window slides. ``travels`` are the bytes that a
+    token of a module travels in a step (0 where experts are on the rank that has the tokens).
+    """
+
+    def __init__(self, manager: ExpertManager, config: HeatConfig) -> None:
+        self._manager = manager
+        self._parts = max(1, config.window_steps // config.refresh_steps)
+        self.travels: dict[int, int] = {}
+        self._heats = False
+        self._entry = None if not manager.modules else manager.modules[0].entry
+        self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
+        self._uses = np.zeros(0, dtype=np.int64)  # of page indices
+        self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]
+        self.last_token_step: dict[int, np.ndarray] = {}
+
+    # -- what is seen --------------------------------------------------------------------------------------------------
+
+    def visited(self, visit: Visit, pages: np.ndarray) -> None:
+        """See Observer."""
+        self._heats = visit.phase in HEATING
+        if len(self._uses) < self._manager.numbering.num_indices:
+            self._uses = np.concatenate(
+                [self._uses, np.zeros(self._manager.numbering.num_indices - len(self._uses), dtype=np.int64)]
+            )
+
+    def routed(self, module: int, counts: np.ndarray) -> None:
+        """See Observer."""
+        tokens = self._tokens.get(module)
+        if tokens is None:
+            tokens = self._tokens[module] = np.zeros(len(counts), dtype=np.int64)
+            self.last_token_step.setdefault(module, np.full(len(counts), self._manager.schedule.moment.step))
+        tokens += counts
+        self.last_token_step[module][counts > 0] = self._manager.schedule.moment.step
+
+    def held(self, page_ids: np.ndarray) -> None:
+        """See Observer."""
+        if self._heats:
+            self._uses[page_ids // len(Plane)] += 1  # ids of a lease differ, and are of one plane
+
+    def reached(self, page: int) -> None:
+        """See Observer."""
+
+    def released(self, page_ids: np.ndarray) -> None:
+        """See Observer."""
+
+    def created(self, page_ids: np.ndarray) -> None:
+        """See Observer."""
+
+    def dropped(self, page_ids: np.ndarray) -> None:
+        """See Observer."""
+
+    def written(self, page_ids: np.ndarray) -> None:
+        """See Observer."""
+
+    # -- what comes of it ----------------------------------------------------------------------------------------------
+
+    def end_part(self) -> None:
+        """The newest part is complete; the oldest is forgotten."""
+        for module in self._manager.modules:
+            number, entry = module.entry.module, module.entry
+            part = np.zeros((entry.num_experts, 3))
+            tokens = self._tokens.get(number)
+            if tokens is not None:
+                # A token's products: forward, gradients of inputs and of weights.
+                part[:, COMPUTE] = tokens * (6.0 * module.layout.shape.num_parameters)
+                part[:, COMMUNICATION] = tokens * float(self.travels.get(number, 0))
+            uses = self._uses[entry.first_index : entry.first_index + entry.num_pages]
+            if len(uses):
+                part[:, MEMORY] = uses.reshape(entry.num_experts, entry.num_slices).sum(axis=1)
+            past = self._past.setdefault(number, [])
+            past.append(part)
+            del past[: -self._parts]
+        self._tokens.clear()
+        self._uses[:] = 0
+
+    def window(self, module: int) -> np.ndarray:
+        """``[experts, 3]`` of the last window of complete parts."""
+        past = self._past.get(module)
+        if not past:
+            return np.zeros((self._manager.numbering.entries[module].num_experts, 3))
+        return np.sum(past, axis=0)  # type: ignore[no-any-return]
+
+    def newest(self, module: int) -> np.ndarray:
+        """``[experts, 3]`` of the newest part."""
+        return self._past[module][-1]
+
+    def idle_steps(self, module: int) -> np.ndarray:
+        """Whole steps since each expert's last token (since its module was first seen, where it never had one)."""
+        done = self._manager.schedule.moment.step - 1
+        seen = self.last_token_step.get(module)
+        if seen is None:
+            return np.zeros(self._manager.numbering.entries[module].num_experts, dtype=np.int64)
+        return np.maximum(0, done - seen)

@@ -1,0 +1,220 @@
+"""When a page will be used next: the coming visits, and which experts they need.
+
+[Note: what is known of experts]
+A backward needs the experts of its forward, and backwards come in the order of their forwards; the optimizer needs the
+experts that got tokens since the last step. So much is certain. Which experts a forward that has not begun will need is
+not known before its router has spoken: each is taken to be needed with the frequency of its recent past. The next use
+of a page is then an expected time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megascale_omni.paging.forecast import FAR, Forecast, Visit
+from megascale_omni.paging.planes import ModuleEntry, PageNumbering, Plane
+from megascale_omni.schedule import Phase
+
+MEMORY = 0.08
+"""Weight of the newest forward in an expert's frequency."""
+
+LEAST_FREQUENCY = 1e-3
+"""An expert is never taken to be gone for ever."""
+
+_NUM_PLANES = len(Plane)
+NEGLIGIBLE = 0.02
+"""Probability of not having been used yet below which later visits do not matter."""
+
+
+@dataclass
+class Experts:
+    """What is known of a module's experts. ``frequency`` of tokens in a forward, ``pending`` backwards, ``stepped``:
+    those with a gradient in this step, ``foreseen``: those that the next forward will need, where something tells.
+    """
+
+    frequency: np.ndarray
+    pending: deque[np.ndarray] = field(default_factory=deque)
+    stepped: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    foreseen: np.ndarray | None = None
+    forwards: int = 0
+    stepping: bool = False
+
+    @classmethod
+    def of(cls, num_experts: int) -> Experts:
+        """Nothing is known yet: every expert is taken to be needed."""
+        return cls(np.ones(num_experts), stepped=np.zeros(num_experts, dtype=bool))
+
+    def see(self, phase: Phase, active: np.ndarray) -> None:
+        """A visit needs the experts ``active`` (a mask)."""
+        self.stepping = phase is Phase.STEP
+        if phase in (Phase.FORWARD, Phase.EVAL):
+            self.forwards += 1
+            weight = max(MEMORY, 1.0 / self.forwards)
+            self.frequency += weight * (active - self.frequency)
+            np.maximum(self.frequency, LEAST_FREQUENCY, out=self.frequency)
+            self.foreseen = None
+        if phase is Phase.FORWARD:
+            self.pending.append(active)
+            self.stepped = self.stepped | active
+        if phase is Phase.BACKWARD and self.pending:
+            self.pending.popleft()
+
+    def end_step(self) -> None:
+        """Gradients are gone."""
+        self.pending.clear()
+        self.stepping = False
+        self.stepped = np.zeros_like(self.stepped)
+
+
+def expected_use(experts: Experts, plane: Plane, coming: Iterable[tuple[int, Visit]], *, length: int) -> np.ndarray:
+    """Expected time of the next use of ``plane`` of each expert, ``[num_experts]``, by the visits to come.
+
+    ``length`` is a step's number of visits: how far away it is at least when the visits end without a use.
+    """
+    p = experts.frequency
+    expected, unused = np.zeros_like(p), np.ones_like(p)
+    stepped: np.ndarray = experts.stepped
+    backwards, unknown, stepping, time = 0, 0, experts.stepping, 0
+    read_forward = False
+    for time, visit in coming:
+        if visit.phase in (Phase.FORWARD, Phase.EVAL):
+            if stepping:  # another step begins, of which nothing is known yet
+                stepped, unknown, stepping = np.zeros_like(stepped), 0, False
+                if plane is Plane.GRADIENT:
+                    break
+            unknown += visit.phase is Phase.FORWARD
+            if not visit.uses(plane):
+                continue
+            read_forward = True
+            chance = p
+            if experts.foreseen is not None and unknown <= 1:
+                chance = np.clip(experts.foreseen, LEAST_FREQUENCY, 1.0 - LEAST_FREQUENCY)
+        elif visit.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
+            number = backwards
+            backwards += visit.phase is Phase.BACKWARD
+            if not visit.uses(plane):
+                continue
+            if number < len(experts.pending):
+                chance = experts.pending[number].astype(float)
+            elif read_forward:
+                continue  # what the forward did not use, the backward does not either
+            else:
+                chance = p
+        else:
+            stepping = True
+            if not visit.uses(plane):
+                continue
+            chance = stepped.astype(float)
+            if not read_forward and plane is not Plane.GRADIENT and unknown:
+                chance = np.maximum(chance, 1.0 - (1.0 - p) ** unknown)
+        expected += unused * chance * time
+        unused = unused * (1.0 - chance)
+        unused[unused < NEGLIGIBLE] = 0.0
+        if not unused.any():
+            break
+    if plane is Plane.GRADIENT:  # what has no use in this step is dropped with it
+        return np.where(unused > 0.5, FAR, expected / np.maximum(1.0 - unused, NEGLIGIBLE))
+    if time == 0:
+        return np.full_like(p, FAR)
+    return expected + unused * (time + length / p)
+
+
+class Outlook:
+    """Next uses of pages. Fed with visits; ``cursor`` is how far the current visit has come (fraction of a module)."""
+
+    def __init__(self, numbering: PageNumbering) -> None:
+        self.forecast = Forecast()
+        self.cursor = -1.0
+        self._numbering = numbering
+        self._experts: dict[int, Experts] = {}
+        self._here = np.zeros(0, dtype=bool)  # page indices of the module that the current visit needs
+        self._values = np.zeros(0)
+        self._valid: set[tuple[int, Plane]] = set()
+        self._generation = -1
+
+    def experts(self, module: int) -> Experts:
+        """What is known of a module's experts."""
+        if module not in self._experts:
+            self._experts[module] = Experts.of(self._numbering.entries[module].num_experts)
+        return self._experts[module]
+
+    def begin(self, visit: Visit, indices: np.ndarray) -> None:
+        """A visit begins that needs the page indices ``indices`` of its module (from 0 in the module)."""
+        self.forecast.visit(visit)
+        entry = self._numbering.entries[visit.module]
+        self.cursor = -1.0
+        self._here = np.zeros(entry.num_pages, dtype=bool)
+        self._here[indices] = True
+        if visit.phase is not Phase.IDLE:
+            active = np.asarray(self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1))
+            self.experts(visit.module).see(visit.phase, active)
+            self._forget(visit.module)
+
+    def reached(self, index: int) -> None:
+        """The current visit works on page ``index`` of its module."""
+        self.cursor = float(index)
+
+    def end_step(self) -> None:
+        """A training step is over."""
+        self.forecast.end_step()
+        for module, experts in self._experts.items():
+            experts.end_step()
+            self._forget(module)
+
+    def foresee(self, module: int, active: np.ndarray) -> None:
+        """The next forward of ``module`` will probably need the experts ``active`` (a mask, or probabilities)."""
+        self.experts(module).foreseen = active.astype(float)
+        self._forget(module)
+
+    def _forget(self, module: int) -> None:
+        self._valid.difference_update([(module, plane) for plane in Plane])
+
+    def probable(self, module: int) -> np.ndarray:
+        """How probable it is that a module's next visit needs each expert, ``[num_experts]``."""
+        experts = self.experts(module)
+        for _, visit in self.forecast.coming_to(module):
+            if visit.phase in (Phase.BACKWARD, Phase.RECOMPUTE) and experts.pending:
+                return experts.pending[0].astype(float)
+            if visit.phase is Phase.STEP:
+                return experts.stepped.astype(float)
+            break
+        return experts.frequency if experts.foreseen is None else experts.foreseen
+
+    def next_use(self, page_ids: np.ndarray) -> np.ndarray:
+        """When each page is used next, see [Note: next use] and [Note: what is known of experts]."""
+        if self._generation != self.forecast.generation:
+            self._valid.clear()
+            self._generation = self.forecast.generation
+        if len(self._values) < self._numbering.num_pages:
+            self._values = np.full(self._numbering.num_pages, FAR)
+            self._valid.clear()
+        if len(self._valid) < len(self._numbering.entries) * _NUM_PLANES:
+            for entry in self._numbering.entries:
+                for plane in Plane:
+                    if (entry.module, plane) not in self._valid:
+                        self._refresh(entry, plane)
+        result: np.ndarray = self._values[page_ids]
+        visit = self.forecast.current
+        if visit is not None:
+            entry = self._numbering.entries[visit.module]
+            index, planes = np.divmod(page_ids, _NUM_PLANES)
+            place = index - entry.first_index
+            inside = (place >= 0) & (place < entry.num_pages)
+            rows = np.nonzero(inside & visit.mask[planes] & (place > self.cursor))[0]
+            rows = rows[self._here[place[rows]]]
+            result[rows] = self.forecast.time + place[rows] / entry.num_pages
+        return result
+
+    def _refresh(self, entry: ModuleEntry, plane: Plane) -> None:
+        experts = self.experts(entry.module)
+        coming = self.forecast.coming_to(entry.module)
+        use = expected_use(experts, plane, coming, length=max(1, self.forecast.length))
+        part = np.arange(entry.num_pages) / entry.num_pages
+        start = entry.first_index * len(Plane) + int(plane)
+        stop = start + entry.num_pages * len(Plane)
+        self._values[start : stop : len(Plane)] = np.repeat(use, entry.num_slices) + part
+        self._valid.add((entry.module, plane))

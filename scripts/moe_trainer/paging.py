@@ -1,0 +1,58 @@
+"""What a run says about the pages of its experts: where they may be when it starts, what they did when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megascale_omni.paging.manager import ExpertManager
+
+
+def managers(model: Sequence[torch.nn.Module]) -> list[ExpertManager]:
+    """This rank's page managers; none where experts are stock's."""
+    found = (experts.manager for chunk in model for experts in getattr(chunk, "paged_experts", ()))
+    return list(dict.fromkeys(found))
+
+
+def places(model: Sequence[torch.nn.Module]) -> dict[str, object] | None:
+    """Pages of this rank, and the memory and the folder that they may be in; None for stock."""
+    found = managers(model)
+    if not found:
+        return None
+    disks = [manager.pager.tiers.disk for manager in found]
+    state = sum(
+        module.entry.num_pages * module.slot_class(plane).nbytes
+        for manager in found
+        for module in manager.modules
+        for plane in module.dtypes
+    )
+    result: dict[str, object] = {"state_bytes": state, "device_bytes": _limit(found)}
+    folders = [str(disk.folder) for disk in disks if disk is not None]
+    return {**result, "disk_path": folders[0]} if folders else result
+
+
+def _limit(found: Sequence[ExpertManager]) -> int | str:
+    """Bytes that pages may have in the device arena; `all` where none ever leaves."""
+    total = 0
+    for manager in found:
+        for slot_class in manager.arena.slot_classes():
+            limit = manager.arena.limit(slot_class)
+            if limit is None:
+                return "all"
+            total += limit * slot_class.nbytes
+    return total
+
+
+def counters(model: Sequence[torch.nn.Module]) -> dict[str, int] | None:
+    """Pages and bytes that moved on this rank since the start; None for stock or where no page can leave."""
+    moving = [manager for manager in managers(model) if manager.pager.can_evict]
+    if not moving:
+        return None
+    total: dict[str, int] = {}
+    for manager in moving:
+        for name, value in manager.stats().items():
+            total[name] = total.get(name, 0) + value
+    return dict(sorted(total.items()))

@@ -1,0 +1,159 @@
+"""What the ranks of test_parameter_lists.py do."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from scripts.deepspeed_runs.models import Size, build, configuration
+from scripts.deepspeed_runs.proof import Case, batches_of
+from scripts.deepspeed_runs.state import read_state
+from tests.distributed.deepspeed_state import fresh_deepspeed
+
+CASE = Case(stage=0, steps=3)
+SETTINGS: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5}
+
+
+def model_of(case: Case) -> torch.nn.Module:
+    return build(configuration(case.family, case.size), seed=3)
+
+
+def by_group(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups, as is usual: some with weight decay and some without; experts are in the second."""
+    named = list(model.named_parameters())
+    second = [p for name, p in named if "experts" in name or "norm" in name]
+    first = [p for name, p in named if not ("experts" in name or "norm" in name)]
+    return [{"params": first, "weight_decay": 0.3, "lr": 1e-3}, {"params": second, "weight_decay": 0.0, "lr": 4e-3}]
+
+
+def made(model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """What the client gives to ``deepspeed.initialize``."""
+    if way == "list":
+        return {"model_parameters": list(model.parameters())}
+    if way == "generator":
+        return {"model_parameters": model.parameters()}
+    if way == "groups":
+        return {"model_parameters": by_group(model)}
+    if way == "function":
+        return {"model_parameters": by_group(model), "optimizer": lambda given: torch.optim.AdamW(given, **SETTINGS)}
+    return {"optimizer": torch.optim.AdamW(by_group(model), **SETTINGS)}
+
+
+def config_of(way: str, *, megascale: bool) -> dict[str, Any]:
+    config = CASE.config(megascale=megascale)
+    del config["scheduler"]
+    if way in ("function", "optimizer"):
+        del config["optimizer"]
+    return config
+
+
+def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
+    """How far weights and first moments are from stock's after three steps, as a share of what they changed by."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        import deepspeed_ext  # noqa: F401
+
+        base, states = model_of(CASE), []
+        for megascale in (False, True):
+            model = copy.deepcopy(base)
+            engine, *_ = deepspeed.initialize(
+                model=model, config=config_of(way, megascale=megascale), **made(model, way)
+            )
+            first = read_state(engine)
+            for step in range(CASE.steps):
+                for batch in batches_of(CASE, rank, world, step):
+                    engine.backward(engine(input_ids=batch, labels=batch).loss)
+                    engine.step()
+            states.append((first, read_state(engine)))
+        (before, stock), (_, paged) = states
+        shares = {"update": 0.0, "gradient": 0.0}
+        for name, kinds in stock.items():
+            change = float((kinds["weight"] - before[name]["weight"]).norm())
+            shares["update"] = max(shares["update"], float((paged[name]["weight"] - kinds["weight"]).norm()) / change)
+            norm = float(kinds["exp_avg"].norm())
+            shares["gradient"] = max(
+                shares["gradient"], float((paged[name]["exp_avg"] - kinds["exp_avg"]).norm()) / norm
+            )
+        return shares
+
+
+def refused(rank: int, world: int, *, way: str) -> None:
+    """Something that the section cannot serve."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        import deepspeed_ext  # noqa: F401
+
+        case = replace(CASE, size=Size(experts=4, layers=1))
+        model, config = model_of(case), case.config(megascale=True)
+        given: dict[str, Any] = {}
+        named = dict(model.named_parameters())
+        experts = [p for name, p in named.items() if "experts" in name]
+        rest = [p for name, p in named.items() if "experts" not in name]
+        if way == "experts_alone":
+            given["model_parameters"] = [{"params": rest}, {"params": experts}]
+        elif way == "one_module_in_two_groups":
+            given["model_parameters"] = [{"params": rest[:1] + experts[:1]}, {"params": rest[1:] + experts[1:]}]
+        elif way == "stepped":
+            optimizer = given["optimizer"] = torch.optim.AdamW(model.parameters(), **SETTINGS)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        elif way == "sgd":
+            config["optimizer"] = {"type": "SGD", "params": {"lr": 1e-3}}
+            config["zero_allow_untested_optimizer"] = True
+        elif way == "amsgrad":
+            given["optimizer"] = torch.optim.AdamW(model.parameters(), amsgrad=True, **SETTINGS)
+        elif way == "dense":
+            model = torch.nn.Linear(4, 4)
+        elif way == "bf16_model":
+            model = model.bfloat16()
+        elif way == "ranks":
+            config["megascale"]["expert_parallel_size"] = 3
+        elif way == "budget":
+            config["megascale"] |= {"device_budget": "64KiB", "disk_path": "."}
+        deepspeed.initialize(model=model, config=config, **given)
+
+
+def frozen(rank: int, world: int) -> dict[str, bool]:
+    """Experts that do not train."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        import deepspeed_ext  # noqa: F401
+
+        model = model_of(CASE)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+        engine, *_ = deepspeed.initialize(model=model, config=CASE.config(megascale=True))
+        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        for step in range(3):
+            for batch in batches_of(CASE, rank, world, step):
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                engine.step()
+        after = engine.module.state_dict()
+        moved = {name for name, value in before.items() if not value.equal(after[name])}
+        of_experts = {name for name in before if "experts" in name}
+        return {
+            "experts moved": bool(moved & of_experts),
+            "rest moved": bool(moved - of_experts),
+            "paged": bool(of_experts) and len(engine.modules_in_pages) == 2,
+        }
+
+
+def engines(rank: int, world: int) -> list[str]:
+    """Classes of engines: without a section, with one, and with one after ``disable``."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        import deepspeed_ext
+
+        names = []
+        for megascale, enabled in ((False, True), (True, True), (True, False)):
+            (deepspeed_ext.enable if enabled else deepspeed_ext.disable)()
+            engine, *_ = deepspeed.initialize(model=model_of(CASE), config=CASE.config(megascale=megascale))
+            names.append(type(engine).__name__)
+        deepspeed_ext.enable()
+        return names

@@ -1,0 +1,42 @@
+"""Optimizers and parameter lists that hold experts already, and models that fit the section or not."""
+
+import pytest
+
+from tests.distributed.pool import Pools, RanksRaised
+from tests.integration.deepspeed_ext import lists
+
+
+@pytest.mark.parametrize("way", ["list", "groups", "optimizer", "function", "generator"])
+def test_experts_keep_the_settings_of_their_group(pools: Pools, way: str) -> None:
+    (found,) = pools[1].run(lists.deviation, way=way)
+    assert found["update"] <= 1e-5
+    assert found["gradient"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("experts_alone", "parameter group 1 has experts only"),
+        ("one_module_in_two_groups", "the experts of a module share one group"),
+        ("stepped", "the optimizer has state of model.layers.0"),
+        ("sgd", "optimizer SGD is not supported"),
+        ("amsgrad", "amsgrad is not supported"),
+        ("dense", "has no experts that can be paged"),
+        ("bf16_model", 'add "bf16"'),
+        ("ranks", "expert_parallel_size=3 does not divide"),
+        ("budget", '"device_budget": [0-9]+ or more'),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(pools: Pools, way: str, message: str) -> None:
+    with pytest.raises(RanksRaised, match=message):
+        pools[1].run(lists.refused, way=way)
+
+
+def test_frozen_experts_stay_what_they_are(pools: Pools) -> None:
+    (found,) = pools[1].run(lists.frozen)
+    assert found == {"experts moved": False, "rest moved": True, "paged": True}
+
+
+def test_without_a_section_and_after_disable_the_engine_is_stocks(pools: Pools) -> None:
+    (names,) = pools[1].run(lists.engines)
+    assert names == ["DeepSpeedEngine", "MegaScaleEngine", "DeepSpeedEngine"]

@@ -1,0 +1,214 @@
+"""Saves beside training hold what was there when they were asked for; increments hold what has changed since."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale_omni.checkpoint.checkpointer import Checkpointer, SaveRequest, writes_announced
+from megascale_omni.checkpoint.filesystem import LocalFileSystem
+from megascale_omni.checkpoint.manifest import verify
+from megascale_omni.checkpoint.store import list_checkpoints
+from megascale_omni.paging.budget import Budget
+from megascale_omni.paging.manager import ExpertManager, PagingOptions
+from tests.unit.checkpoint.runs import Layout, Run, ThreadRanks, load_newest, touched
+from tests.unit.experts.paged import CPU
+
+TIMEOUT_SECONDS = 30.0
+
+
+class SlowFiles(LocalFileSystem):
+    """Stops before the data of the ``stop_at``-th write to a data file until it is let go."""
+
+    def __init__(self, stop_at: int = 1, fail: bool = False) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.left, self.fail = stop_at, fail
+
+    def create(self, path: Path):
+        return SlowFile(super().create(path), self, path.suffix == ".safetensors")
+
+
+class SlowFile:
+    def __init__(self, file, files: SlowFiles, slow: bool) -> None:
+        self.file, self.files, self.slow = file, files, slow
+        self.sync, self.close = file.sync, file.close
+
+    def write(self, data) -> None:
+        if self.slow:
+            self.files.left -= 1
+            if self.files.left == 0:
+                self.files.reached.set()
+                assert self.files.go.wait(TIMEOUT_SECONDS)
+                if self.files.fail:
+                    raise OSError(5, "Input/output error")
+        self.file.write(data)
+
+
+def at_step(steps: int, **options) -> Run:
+    run = Run(0, Layout(), **options)
+    for number in range(1, steps + 1):
+        run.step(number, touched(number))
+    return run
+
+
+def load(root: Path, tag: str | None = None) -> Run:
+    run = Run(0, Layout(), seed=99)
+    checkpoints = Checkpointer(root)
+    load_newest(checkpoints, run, tag=tag)
+    return run
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert run.adam.num_steps == other.adam.num_steps
+    assert torch.equal(run.dense, other.dense)
+    assert torch.equal(run.flat, other.flat)
+    found, expected = run.weights(), other.weights()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("staging_bytes", [1 << 30, 40_000])
+@pytest.mark.parametrize("stop_at", [1, 4, 20, 41])
+def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path, stop_at, staging_bytes):
+    run, files = at_step(5), SlowFiles(stop_at)
+    checkpoints = Checkpointer(tmp_path, files=files, staging_bytes=staging_bytes)
+    with writes_announced(checkpoints, run.state().experts):
+        assert checkpoints.save_beside(run.state(), SaveRequest(tag="t5", step=5)) is None
+        assert files.reached.wait(TIMEOUT_SECONDS)
+        assert checkpoints.poll() is None
+        assert checkpoints.is_writing
+        releaser = threading.Timer(0.05, files.go.set)  # where copies have no room the step waits for the writer
+        releaser.start()
+        for number in (6, 7):
+            checkpoints.before_step()
+            run.step(number, {path: [0, 1, 2, 3] for path in touched(1)})
+        releaser.join()
+        assert checkpoints.finish() is None
+    assert not checkpoints.is_writing
+    assert checkpoints.last_staged_bytes <= staging_bytes
+    if staging_bytes == 1 << 30 and stop_at == 1:
+        assert checkpoints.last_staged_bytes > 0
+    assert_same(load(tmp_path), at_step(5))
+    checkpoints.close()
+
+
+def test_there_is_never_a_second_save_under_way(tmp_path):
+    run, files = at_step(2), SlowFiles()
+    checkpoints = Checkpointer(tmp_path, files=files)
+    checkpoints.save_beside(run.state(), SaveRequest(tag="t2", step=2))
+    assert files.reached.wait(TIMEOUT_SECONDS)
+    threading.Timer(0.05, files.go.set).start()
+    assert checkpoints.save_beside(run.state(), SaveRequest(tag="t2b", step=2)) is None
+    assert {f.manifest.tag for f in list_checkpoints(tmp_path)[0]} == {"t2"}, "the first one was waited for"
+    assert checkpoints.finish() is None
+    assert {f.manifest.tag for f in list_checkpoints(tmp_path)[0]} == {"t2", "t2b"}
+    checkpoints.close()
+
+
+def test_a_failure_is_told_later_and_training_goes_on(tmp_path):
+    run, files = at_step(3), SlowFiles(stop_at=5, fail=True)
+    files.go.set()
+    checkpoints = Checkpointer(tmp_path, files=files)
+    with writes_announced(checkpoints, run.state().experts):
+        assert checkpoints.save_beside(run.state(), SaveRequest(tag="t3", step=3)) is None
+        checkpoints.before_step()
+        run.step(4, touched(4))
+        told = checkpoints.finish()
+        assert told is not None
+        assert "t3 could not be written: OSError: [Errno 5] Input/output error (rank 0)" in told
+        assert list_checkpoints(tmp_path)[0] == []
+        checkpoints.save(run.state(), SaveRequest(tag="t4", step=4, full=False))
+    assert list_checkpoints(tmp_path)[0][0].manifest.kind == "full", "nothing to build an increment on"
+    assert_same(load(tmp_path), at_step(4))
+    checkpoints.close()
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+def test_increments_hold_what_changed_and_load_as_a_whole(tmp_path):
+    run, checkpoints = at_step(3), Checkpointer(tmp_path, keep=2)
+    checkpoints.save(run.state(), SaveRequest(tag="t3", step=3))
+    for number in (4, 5, 6):
+        run.step(number, touched(number))
+        checkpoints.save(run.state(), SaveRequest(tag=f"t{number}", step=number, full=False))
+    found = {f.manifest.tag: f.manifest for f in list_checkpoints(tmp_path)[0]}
+    assert set(found) >= {"t3", "t5", "t6"}, "two are kept, and what they need"
+    assert found["t6"].kind == "increment"
+    assert "t3" in found["t6"].needs
+    assert verify(tmp_path / "t6") == []
+    assert size(tmp_path / "t6") < size(tmp_path / "t3")
+    assert_same(load(tmp_path), at_step(6))
+    assert_same(load(tmp_path, "t5"), at_step(5))
+    data = bytearray((path := tmp_path / "t3" / "mpu_002_experts_state" / "00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert any(line.startswith("needs t3: mpu_002") for line in verify(tmp_path / "t6"))
+
+
+def test_an_increment_without_changes_holds_no_page(tmp_path):
+    run, checkpoints = at_step(3), Checkpointer(tmp_path)
+    checkpoints.save(run.state(), SaveRequest(tag="a", step=3))
+    checkpoints.save(run.state(), SaveRequest(tag="b", step=3, full=False))
+    assert size(tmp_path / "b" / "mpu_002_experts_state") < 100
+    assert_same(load(tmp_path), at_step(3))
+
+
+def test_a_new_run_begins_with_a_full_one(tmp_path):
+    run = at_step(2)
+    Checkpointer(tmp_path).save(run.state(), SaveRequest(tag="t2", step=2))
+    resumed = load(tmp_path)
+    Checkpointer(tmp_path).save(resumed.state(), SaveRequest(tag="t2b", step=2, full=False))
+    assert list_checkpoints(tmp_path)[0][0].manifest.kind == "full"
+
+
+def test_ranks_fail_together(tmp_path):
+    ranks = ThreadRanks(2)
+
+    def work(rank) -> str:
+        run = Run(rank.rank, Layout(2, ep=2))
+        files = SlowFiles(stop_at=2, fail=rank.rank == 1)
+        files.go.set()
+        checkpoints = Checkpointer(tmp_path, ranks=rank, files=files)
+        with pytest.raises(RuntimeError) as error:
+            checkpoints.save(run.state(), SaveRequest(tag="t", step=0))
+        return str(error.value)
+
+    first, second = ranks.run(work)
+    assert first == second
+    assert "Input/output error (rank 1)" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_that_are_away_are_saved_and_loaded(tmp_path):
+    """With a budget pages move while they are saved: they are written at once, the rest beside training."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def paged() -> Run:
+        options = PagingOptions(device_budget=Budget(nbytes=24 * 8192), disk_path=scratch)
+        return Run(0, Layout(), manager=ExpertManager(device=CPU, options=options, poison=True))
+
+    run = paged()
+    for number in range(1, 6):
+        run.step(number, touched(number))
+    store = tmp_path / "store"
+    checkpoints = Checkpointer(store)
+    with writes_announced(checkpoints, run.state().experts):
+        assert checkpoints.save_beside(run.state(), SaveRequest(tag="t5", step=5)) is None
+        checkpoints.before_step()
+        run.step(6, touched(6))
+        assert checkpoints.finish() is None
+    assert run.manager.stats()["pages_evicted"] > 0
+    run.manager.check_integrity()
+    assert_same(load(store), at_step(5))
+    other = paged()
+    load_newest(checkpoints, other)
+    other.manager.check_integrity()
+    assert_same(other, at_step(5))
+    checkpoints.close()
+    run.manager.close()
+    other.manager.close()
