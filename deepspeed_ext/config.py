@@ -58,6 +58,8 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
             config = MegaScaleConfig.from_mapping(sections)
     except ValueError as error:
         raise ValueError(f'"{SECTION}" section: {error}') from error
+    if config.clip.skips_nonfinite:
+        raise ValueError(f'"{SECTION}": {{"clip": ...}} is not supported with DeepSpeed; leave it out')
     return Section(config=config, expert_parallel_size=ranks) if enabled else None
 
 
@@ -87,7 +89,7 @@ def _homes() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for section in fields(default):
         value = getattr(default, section.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and section.name != "clip":  # `mode` and `base` say nothing without it
             for option in fields(value):
                 found.setdefault(option.name, []).append(section.name)
     return {name: homes[0] for name, homes in found.items() if len(homes) == 1}

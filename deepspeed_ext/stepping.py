@@ -49,6 +49,7 @@ class ExpertsStep:
         self.run = run
         self.norm = SharedNorm(optimizer, max_norm=max_norm)
         self.gradients = ExpertGradients(modules)
+        self.gradients.counts_zeros = False
         self._optimizer = optimizer
         self._average = average
         self._counted_once = counted_once(run)
@@ -87,7 +88,7 @@ class ExpertsStep:
         world = dist.get_world_size()
         scale = 1.0 / world if self._average else 1.0
         self.gradients.finish(scale=scale, group=self.run.ranks.data)
-        squares = torch.tensor([self.gradients.statistics(self._counted_once)[0]], dtype=torch.float64)
+        squares = torch.tensor([self.gradients.squares(self._counted_once)], dtype=torch.float64)
         if world > 1:
             squares = squares.to(self.run.manager.arena.device)
             dist.all_reduce(squares)

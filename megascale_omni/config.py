@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from megascale_omni.clipping.settings import ClipConfig
 from megascale_omni.paging.budget import Budget, parse_percent
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
@@ -250,6 +251,7 @@ class MegaScaleConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     heat: HeatConfig = field(default_factory=HeatConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> MegaScaleConfig:

@@ -33,6 +33,9 @@ _DISTRIBUTED = {
 _OBSERVE = {"megascale_trace": "trace", "megascale_report": "report"}
 """Flags and what they have written down."""
 
+_CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_nonfinite": "nonfinite"}
+"""Flags and the clipping options that they set."""
+
 
 def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
@@ -80,6 +83,19 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--megascale-report", metavar="DIR", help="what happened to pages over time, with pictures at the end"
     )
+    group.add_argument(
+        "--megascale-clip",
+        choices=["stock", "cmsa"],
+        help="gradient clipping: stock's (default), or each module to a threshold of its own (changes the mathematics)",
+    )
+    group.add_argument(
+        "--megascale-cmsa-alpha", metavar="ALPHA", help="auto (default: fitted in the first 11 steps), or 0 to 1"
+    )
+    group.add_argument(
+        "--megascale-nonfinite",
+        choices=["stock", "skip"],
+        help="steps with non-finite gradients: as stock (default), or left out on all ranks; cmsa leaves them out",
+    )
     return parser
 
 
@@ -110,7 +126,10 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
     if observe:
         config = config.replace("observe", **observe)
-    return config
+    clip = {field: getattr(args, name) for name, field in _CLIP.items() if getattr(args, name, None) is not None}
+    if "alpha" in clip and clip.get("mode", config.clip.mode) != "cmsa":
+        raise ValueError(f"--megascale-cmsa-alpha={clip['alpha']} has no effect without --megascale-clip cmsa; add it")
+    return config.replace("clip", **clip) if clip else config
 
 
 def enable_from_args(args: argparse.Namespace) -> Runtime | None:
@@ -122,5 +141,5 @@ def enable_from_args(args: argparse.Namespace) -> Runtime | None:
     config = config_from_args(args)
     if config is None:
         return None
-    support.check_arguments(args)
+    support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
     return patches.enable(config)

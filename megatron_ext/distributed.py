@@ -6,7 +6,9 @@ applied to the gradient pages too, with stock's scaling, accumulation dtype and 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.paging.planes import PageNumbering, Plane
 from megascale_omni.schedule import Phase
-from megatron_ext import support
+from megatron_ext import patches, support
 from megatron_ext.experts import MegaScaleExperts
 
 
@@ -35,6 +37,8 @@ class MegaScaleDDP(DistributedDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         support.check("ddp", ddp_config)
+        if patches.active_runtime().config.clip.skips_nonfinite:  # stock's check would end the run instead
+            ddp_config = dataclasses.replace(ddp_config, check_for_nan_in_grad=False)
         super().__init__(
             config=config,
             ddp_config=ddp_config,
@@ -46,10 +50,11 @@ class MegaScaleDDP(DistributedDataParallel):
         self.paged_experts = [experts for _, experts in named]
         self.gradients = ExpertGradients(self.paged_experts)
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
+        self.loss_listener: Callable[[torch.Tensor], None] | None = None
         self._micro_batch = 0
         # The first chunk of a run with experts tells the schedule when a step begins.
         self._begins_steps = bool(self.paged_experts) and self.paged_experts[0].pages.entry.module == 0
-        self._chunk = getattr(_innermost(module), "vp_stage", None) or 0
+        self._chunk = getattr(innermost(module), "vp_stage", None) or 0
         for name, experts in named:
             path = f"chunk {self._chunk}: {name.removeprefix('module.')}"
             numbering = experts.manager.numbering
@@ -145,7 +150,8 @@ def _free_path(path: str, numbering: PageNumbering) -> str:
     return next(p for n in itertools.count(1) if (p := path if n == 1 else f"{path} ({n})") not in taken)
 
 
-def _innermost(module: torch.nn.Module) -> torch.nn.Module:
+def innermost(module: torch.nn.Module) -> torch.nn.Module:
+    """What is inside of wrappers."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module  # type: ignore[assignment]
     return module

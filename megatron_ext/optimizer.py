@@ -14,15 +14,21 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megascale_omni.clipping import ClipConfig
 from megascale_omni.experts.gradients import ExpertGradients
+from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
 from megascale_omni.paging.planes import Plane
-from megatron_ext import support
-from megatron_ext.distributed import MegaScaleDDP
+from megatron_ext import patches, support
+from megatron_ext.clipping import ModuleClipping, SkippingClipping
+from megatron_ext.distributed import MegaScaleDDP, innermost
 from megatron_ext.experts import SOURCE, MegaScaleExperts
 from megatron_ext.optimizer_state import GroupPlaces, OptimizerState
+
+CLIP_STATE = "megascale_clip"
+"""Key of the clipper's state in a checkpoint."""
 
 
 class PagedOptimizer(MegatronOptimizer):
@@ -40,10 +46,12 @@ class PagedOptimizer(MegatronOptimizer):
         super().__init__(adam, config)  # type: ignore[arg-type]
         self.adam = adam
         self.gradients = tuple(gradients)
+        for chunk in self.gradients:
+            chunk.counts_zeros = bool(config.log_num_zeros_in_grad)
         self.grad_stats_parallel_group = stats_group
-        self.clip_coefficient: float | None = None
+        self.clip_coefficient: float | dict[PagedExperts, float] | None = None
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._device = device
+        self.device = device
 
     def _get_param_groups(self) -> list[dict[str, Any]]:
         return self.adam.param_groups
@@ -64,18 +72,14 @@ class PagedOptimizer(MegatronOptimizer):
 
     def squared_norm(self) -> float:
         """Sum of squares of the experts' gradients over the ranks of the stats group. A collective."""
-        return self._sum(self._statistics()[0])
+        return self._sum(sum(gradients.squares(self.adam.shards) for gradients in self.gradients))
 
     def count_zeros(self) -> float:
         """Zero gradient elements of the experts, untouched experts included. A collective."""
-        return self._sum(self._statistics()[1])
-
-    def _statistics(self) -> tuple[float, int]:
-        found = [gradients.statistics(self.adam.shards) for gradients in self.gradients]
-        return sum(squares for squares, _ in found), sum(zeros for _, zeros in found)
+        return self._sum(sum(gradients.zeros(self.adam.shards) for gradients in self.gradients))
 
     def _sum(self, value: float) -> float:
-        total = torch.tensor([value], dtype=torch.float64, device=self._device)
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.grad_stats_parallel_group)
         return float(total.item())
 
@@ -98,7 +102,7 @@ class PagedOptimizer(MegatronOptimizer):
 
     def get_loss_scale(self) -> torch.Tensor:
         """One: bf16 and fp32 need no loss scaling."""
-        return torch.ones(1, dtype=torch.float32, device=self._device)
+        return torch.ones(1, dtype=torch.float32, device=self.device)
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Masters are copied from the weights anew."""
@@ -133,11 +137,18 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
     """
 
     def __init__(
-        self, dense: ChainedOptimizer, paged: PagedOptimizer, *, expert_parallel: bool, places: GroupPlaces
+        self,
+        dense: ChainedOptimizer,
+        paged: PagedOptimizer,
+        *,
+        expert_parallel: bool,
+        places: GroupPlaces,
+        clipping: ModuleClipping | SkippingClipping | None = None,
     ) -> None:
         super().__init__([*dense.chained_optimizers, paged])
         self.dense = dense
         self.paged = paged
+        self.clipping = clipping
         self._state = OptimizerState(dense=dense, adam=paged.adam, expert_parallel=expert_parallel, places=places)
 
     @torch.no_grad()
@@ -150,6 +161,19 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         coefficient = clip_grad / (norm + 1.0e-6) if clip_grad > 0.0 else 1.0
         self.paged.clip_coefficient = coefficient if coefficient < 1.0 else None
         return norm
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """As stock; where it is asked for, clips by module, or leaves out a step whose gradients are not finite."""
+        if self.clipping is None:
+            result: tuple[bool, float | None, float | None] = super().step()
+            return result
+        norm = None if self.prepare_grads() else self.clipping.clip(self.get_grad_norm)
+        if norm is None:
+            return False, None, None
+        self.paged.clip_coefficient = self.clipping.of_experts()
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
 
     @torch.no_grad()
     def count_zeros(self) -> float:
@@ -184,11 +208,23 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         **kwargs: Any,  # noqa: ANN401 - stock's signature
     ) -> dict[Any, Any]:
         """Stock's sharded optimizer state, experts included. A collective where state is sharded."""
-        return self._state.sharded(model_sharded_state_dict, is_loading=is_loading, **kwargs)
+        state = self._state.sharded(model_sharded_state_dict, is_loading=is_loading, **kwargs)
+        if self.clipping is not None and not is_loading:
+            _inner_state(state)[CLIP_STATE] = self.clipping.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         """Loads what :meth:`sharded_state_dict` described."""
+        clip = _inner_state(state_dict).pop(CLIP_STATE, None)
         self._state.load(state_dict)
+        if self.clipping is not None and clip is not None:
+            self.clipping.load_state_dict(clip)
+
+
+def _inner_state(state: dict[Any, Any]) -> dict[Any, Any]:
+    """The dict of an optimizer's state that may have one more entry, which stock does not look at."""
+    inner: dict[Any, Any] = state if not {0, 1} & state.keys() else state[1]
+    return inner
 
 
 def build_optimizer(
@@ -209,7 +245,9 @@ def build_optimizer(
         _refuse_experts(model_chunks)
         return stock(config, model_chunks, config_overrides, **options)
     support.check("optimizer", config)
-    _refuse_dense_model(chunks)
+    clip = patches.active_runtime().config.clip
+    if not clip.skips_nonfinite:
+        _refuse_dense_model(chunks)
     dense = stock(config, model_chunks, config_overrides, **options)
     expert_parallel = chunks[0].config.expert_model_parallel_size > 1
     listed = _listed_groups(config, chunks, config_overrides, expert_parallel=expert_parallel)
@@ -234,7 +272,31 @@ def build_optimizer(
     for experts in bindings:
         experts.adam = adam
     paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
-    return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places)
+    clipping = _clipping(clip, chunks, dense, paged)
+    return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
+
+
+def _clipping(
+    clip: ClipConfig, chunks: Sequence[MegaScaleDDP], dense: ChainedOptimizer, paged: PagedOptimizer
+) -> ModuleClipping | SkippingClipping | None:
+    """What replaces stock's clipping; None where nothing does."""
+    if not clip.skips_nonfinite:
+        return None
+    if not clip.is_cmsa:
+        return SkippingClipping(clip_grad=paged.config.clip_grad, dense=dense, gradients=paged.gradients)
+    clipping = ModuleClipping(
+        clip,
+        clip_grad=paged.config.clip_grad,
+        chunks=[innermost(chunk.module) for chunk in chunks],
+        dense=dense,
+        gradients=paged.gradients,
+        shards=paged.adam.shards,
+        stats_group=paged.grad_stats_parallel_group,
+        device=paged.device,
+    )
+    for chunk in chunks:
+        chunk.loss_listener = clipping.report_loss
+    return clipping
 
 
 def _refuse_experts(chunks: Sequence[torch.nn.Module]) -> None:

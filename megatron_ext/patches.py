@@ -168,13 +168,14 @@ def enable(config: MegaScaleConfig | None = None) -> Runtime:
                 "MegaScale is enabled with another configuration already; call megatron_ext.disable() first"
             )
         return _registry.runtime
-    patches = _all_patches()
+    config = config or MegaScaleConfig()
+    patches = _all_patches(config)
     applied: list[Patch] = []
     try:
         for patch in patches:
             patch.apply()
             applied.append(patch)
-        _registry.runtime = Runtime.create(config or MegaScaleConfig())
+        _registry.runtime = Runtime.create(config)
     except BaseException:
         for patch in reversed(applied):
             patch.undo()
@@ -205,7 +206,7 @@ def is_enabled() -> bool:
     return _registry.runtime is not None
 
 
-def _all_patches() -> list[Patch]:
+def _all_patches(config: MegaScaleConfig) -> list[Patch]:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -214,9 +215,17 @@ def _all_patches() -> list[Patch]:
     from megatron_ext.layer import MegaScaleMoELayer
     from megatron_ext.optimizer import build_optimizer
 
-    return [
+    patches: list[Patch] = [
         MakeSubclass("moe_layer", MoELayer, MegaScaleMoELayer),
         MakeSubclass("ddp", DistributedDataParallel, MegaScaleDDP),
         WrapFunction("optimizer", "megatron.core.optimizer", "get_megatron_optimizer", build_optimizer),
         WrapFunction("chunks", "megatron.core.transformer.moe.moe_utils", "sort_chunks_by_idxs", sort_chunks),
     ]
+    if config.clip.is_cmsa and config.clip.alpha == "auto":
+        from megatron.core.pipeline_parallel import schedules  # noqa: F401 - it is patched
+
+        from megatron_ext.clipping import tell_loss
+
+        module = "megatron.core.pipeline_parallel.schedules"
+        patches.append(WrapFunction("loss", module, "forward_step_calc_loss", tell_loss))
+    return patches

@@ -76,25 +76,26 @@ def check(where: str, options: object) -> None:
             raise ValueError(f"{flag} ({refusal.option}={value!r}) is not supported with --megascale; {refusal.remedy}")
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True) -> None:
     """Refuses unsupported flags, before anything is built.
 
     Raises:
         ValueError: as :func:`check`; also ``--megascale`` on a dense model, experts that expert parallelism cannot
             divide or that tensor parallelism would cut, and layouts of checkpoints that pages do not have.
+        ``needs_experts``: whether nothing that was asked for has a use in a dense model.
     """
     experts = getattr(args, "num_experts", None)
-    if experts is None:
+    if experts is None and needs_experts:
         raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")
     for where in ("model", "ddp", "optimizer", "arguments"):
         check(where, args)
     ranks = getattr(args, "expert_model_parallel_size", None) or 1
-    if experts % ranks:
+    if experts is not None and experts % ranks:
         raise ValueError(
             f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {ranks}; change one of them"
         )
     cut = getattr(args, "tensor_model_parallel_size", None) or 1
-    if cut > 1 and getattr(args, "expert_tensor_parallel_size", None) is None:
+    if experts is not None and cut > 1 and getattr(args, "expert_tensor_parallel_size", None) is None:
         raise ValueError(
             f"--tensor-model-parallel-size {cut} would cut experts as well, which is not supported with --megascale; "
             "add --expert-tensor-parallel-size 1"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megascale_omni.clipping.statistics import GradientStatistics, Scratch, statistics_of
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, buckets
 from megascale_omni.paging.planes import Plane
@@ -23,17 +24,29 @@ from megascale_omni.schedule import Phase
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Of one gradient page after scaling and reduction: its fp32 norm, squared in fp64; its non-zero elements."""
+    """Of one gradient page after scaling and reduction, where it was asked for.
 
-    squares: float
-    nonzeros: int
+    ``squares``: its fp32 norm, squared in fp64. ``nonzeros``: its non-zero elements. ``sums``: for clipping by module.
+    """
+
+    squares: float | None
+    nonzeros: int | None
+    sums: GradientStatistics | None
 
 
 class ExpertGradients:
-    """The gradient pages of some modules (those of one model chunk)."""
+    """The gradient pages of some modules (those of one model chunk).
+
+    ``takes_norms``, ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a
+    sweep later.
+    """
 
     def __init__(self, modules: Sequence[PagedExperts]) -> None:
         self.modules = tuple(modules)
+        self.takes_norms = True
+        self.counts_zeros = True
+        self.takes_sums = False
+        self._scratch: Scratch = {}
         self.non_finite: str | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
 
@@ -72,7 +85,7 @@ class ExpertGradients:
                     self._check(experts, name, page)
                     if scale != 1.0:
                         page.mul_(scale)
-                    self._statistics[experts, name] = _statistics(page)
+                    self._statistics[experts, name] = self._measure(page)
             else:
                 self._reduce(experts, union[number], scale, group)
 
@@ -83,30 +96,64 @@ class ExpertGradients:
                 page.mul_(factor)
                 known = self._statistics.get((experts, name))
                 if known is not None:
-                    squares = known.squares * float(factor) ** 2
-                    self._statistics[experts, name] = PageStatistics(squares, known.nonzeros)
+                    squares = None if known.squares is None else known.squares * float(factor) ** 2
+                    sums = None if known.sums is None else known.sums.scaled(float(factor))
+                    self._statistics[experts, name] = PageStatistics(squares, known.nonzeros, sums)
 
-    def statistics(self, shards: PageShards) -> tuple[float, int]:
-        """Sum of squares and number of zeros of gradients this rank owns under ``shards``; absent pages are zeros.
+    def squares(self, shards: PageShards) -> float:
+        """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
+        self.takes_norms = True
+        return sum(found.squares or 0.0 for experts in self.modules for found in self._owned(experts, shards))
 
-        Frozen modules have no gradients, zero or not.
-        """
-        squares, zeros = 0.0, 0
+    def zeros(self, shards: PageShards) -> int:
+        """Zeros among gradients this rank owns; absent pages are zeros, frozen modules have none."""
+        self.counts_zeros = True
+        zeros = 0
         for experts in self.modules:
-            if not experts.trainable:
-                continue
-            owned = shards.owned(experts)
-            here = set(self.present(experts))
-            missing = [name for name in owned if name in here and (experts, name) not in self._statistics]
-            for name, page in self.pages(experts, names=missing):
-                self._statistics[experts, name] = _statistics(page)
-            for name in owned:
-                zeros += experts.layout.page_numel(name[1])
-                if name in here:
-                    found = self._statistics[experts, name]
-                    squares += found.squares
-                    zeros -= found.nonzeros
-        return squares, zeros
+            if experts.trainable:
+                zeros += sum(experts.layout.page_numel(name[1]) for name in shards.owned(experts))
+                zeros -= sum(found.nonzeros or 0 for found in self._owned(experts, shards))
+        return zeros
+
+    def sums(self, experts: PagedExperts, shards: PageShards) -> GradientStatistics:
+        """The sums of one module's gradients that this rank owns; elements of absent pages do not count."""
+        self.takes_sums = True
+        found = [page.sums for page in self._owned(experts, shards) if page.sums is not None]
+        return GradientStatistics(
+            count=math.fsum(s.count for s in found),
+            total=sum(s.total for s in found),
+            absolute=sum(s.absolute for s in found),
+            squares=sum(s.squares for s in found),
+            non_finite=math.fsum(s.non_finite for s in found),
+            largest=max((s.largest for s in found), default=0.0),
+        )
+
+    def _owned(self, experts: PagedExperts, shards: PageShards) -> list[PageStatistics]:
+        """What was measured of the present pages of a module that this rank owns; measures what was not."""
+        if not experts.trainable:
+            return []
+        here = set(self.present(experts))
+        owned = [name for name in shards.owned(experts) if name in here]
+        missing = [name for name in owned if not self._is_measured(self._statistics.get((experts, name)))]
+        for name, page in self.pages(experts, names=missing):
+            self._statistics[experts, name] = self._measure(page)
+        return [self._statistics[experts, name] for name in owned]
+
+    def _is_measured(self, found: PageStatistics | None) -> bool:
+        if found is None or (self.takes_norms and found.squares is None):
+            return False
+        return not (self.counts_zeros and found.nonzeros is None) and not (self.takes_sums and found.sums is None)
+
+    def _measure(self, page: torch.Tensor) -> PageStatistics:
+        """Of one page, flat, in its own dtype."""
+        squares, nonzeros, sums = None, None, None
+        if self.takes_norms:
+            squares = float(torch.linalg.vector_norm(page, dtype=torch.float32)) ** 2
+        if self.counts_zeros:
+            nonzeros = int(torch.count_nonzero(page))
+        if self.takes_sums:
+            sums = statistics_of([page], self._scratch)
+        return PageStatistics(squares, nonzeros, sums)
 
     # -- reduction -----------------------------------------------------------------------------------------------------
 
@@ -148,15 +195,10 @@ class ExpertGradients:
                 with experts.lease(Plane.GRADIENT, [name]) as lease:
                     lease.page(*name).copy_(parts[name])
                     lease.mark_dirty()
-                self._statistics[experts, name] = _statistics(parts[name])
+                self._statistics[experts, name] = self._measure(parts[name])
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self.non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
             bad = int((~torch.isfinite(page)).sum())
             what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
             self.non_finite = f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
-
-
-def _statistics(page: torch.Tensor) -> PageStatistics:
-    norm = float(torch.linalg.vector_norm(page, dtype=torch.float32))
-    return PageStatistics(squares=norm**2, nonzeros=int(torch.count_nonzero(page)))

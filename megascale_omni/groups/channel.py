@@ -8,6 +8,7 @@ does not wait.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +16,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 Result = TypeVar("Result")
 
-_PROBE_TAG = 7_719
-_PROBE_SECONDS = 5.0
+_KEY = "megascale/alive/{}"
+_ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -100,26 +102,27 @@ class Channel:
             if self.group is None or dist.get_backend(self.group) != "gloo":
                 raise
             gone = self._gone()
-            who = f"ranks {gone} do not answer" if gone else "every rank still answers"
+            who = f"ranks {gone} do not answer" if gone else "no rank could be named"
             raise RuntimeError(f"rank {dist.get_rank()}: {what} failed: {who} ({error})") from error
 
     def _gone(self) -> list[int]:
-        """Global ranks of the group that do not answer. Ranks that are alive fail likewise, and then ask, too."""
-        beat, gone = torch.zeros(1, dtype=torch.uint8), []
-        asked: list[tuple[int, list[dist.Work]]] = []
-        for peer in [p for p in self.global_ranks if p != dist.get_rank()]:
-            works: list[dist.Work | None] = []
+        """Global ranks of the group that do not answer. Ranks that are alive fail likewise, and then ask, too.
+
+        They meet in the store of the default group, not on the group's own connections: what is left of those after a
+        failed collective cannot be trusted.
+        """
+        store = distributed_c10d._get_default_store()
+        own = dist.get_rank()
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        try:
+            store.set(_KEY.format(own), "alive")
+        except RuntimeError:  # the store went with the rank that kept it
+            return []
+        gone = []
+        for peer in [p for p in self.global_ranks if p != own]:
+            left = max(0.1, deadline - time.monotonic())
             try:
-                works.append(dist.isend(beat, peer, group=self.group, tag=_PROBE_TAG))
-                works.append(dist.irecv(torch.empty_like(beat), peer, group=self.group, tag=_PROBE_TAG))
-                asked.append((peer, [work for work in works if work is not None]))
+                store.wait([_KEY.format(peer)], timedelta(seconds=left))
             except RuntimeError:
                 gone.append(peer)
-        for peer, pending in asked:
-            try:
-                answers = [work.wait(timedelta(seconds=_PROBE_SECONDS)) for work in pending]
-            except RuntimeError:
-                answers = [False]
-            if not all(answers):
-                gone.append(peer)
-        return sorted(gone)
+        return gone

@@ -110,22 +110,23 @@ class PagedAdam:
     # -- step ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, *, clip_coefficient: float | None = None) -> None:
+    def step(self, *, clip_coefficient: float | Mapping[PagedExperts, float] | None = None) -> None:
         """One applied step.
 
-        Gradients are multiplied by ``clip_coefficient`` first where it is given. Pages without a gradient wait (see
-        [Note: deferred steps]). A collective of the shards' group where state is sharded: updated weights go to every
-        rank.
+        Gradients are multiplied by ``clip_coefficient`` first where it is given, for all modules or for some. Pages
+        without a gradient wait (see [Note: deferred steps]). A collective of the shards' group where state is sharded:
+        updated weights go to every rank.
         """
         self.num_steps += 1
         for index in range(len(self.param_groups)):
             self._record(index)
         for experts in self.modules:
+            clip = clip_coefficient.get(experts) if isinstance(clip_coefficient, Mapping) else clip_coefficient
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
             stepped = [name for name in owned if present[name]]
             for name, pages in self._state(experts, stepped, also=(Plane.GRADIENT, *MOMENTS)):
-                self._step_page(experts, name, pages, clip_coefficient)
+                self._step_page(experts, name, pages, clip)
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]

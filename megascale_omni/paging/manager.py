@@ -22,6 +22,7 @@ from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.forecast import Visit
+from megascale_omni.paging.heap import give_large_blocks_back
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
@@ -88,6 +89,8 @@ class ExpertManager:
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
+        if path is not None and not cuda:
+            give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
         host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda)
         copier = CudaCopier(device) if cuda else Copier()

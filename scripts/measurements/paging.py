@@ -28,7 +28,7 @@ _BUDGET = "25%"
 _ADAM_STEPS = 1000
 _ADAM = {"AdamW": Case(), "L2": Case(decoupled=False)}
 _FAULTS, _FAULT_SEED = 200, 1
-_GIB = 2**30
+_LIMIT_BYTES = 2 * 2**30
 
 
 # -- P2: deferred Adam -------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _overlap(_: Context, *, kind: str) -> float:
 
 def _factor_trained(context: Context) -> float:
     """How many times the memory limit the expert state may be: stock must die and MegaScale train to its losses."""
-    limited = trained_at(context, 4, limit_bytes=_GIB, budget="256MiB")
+    limited = trained_at(context, 4, limit_bytes=_LIMIT_BYTES, budget="128MiB")
     stock, ours = limited.runs
     say(f"    stock: {stock.error}; megascale: {ours.describe()}, losses within {limited.loss_difference:.1e}")
     if not stock.out_of_memory or ours.error is not None:

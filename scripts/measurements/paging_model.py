@@ -158,7 +158,7 @@ class Model:
             found.losses.append(float(loss.detach()))
             loss.backward()  # type: ignore[no-untyped-call]
         self.gradients.finish(scale=1.0 / task.micro_batches)
-        squares, zeros = self.gradients.statistics(PageShards())
+        squares, zeros = self.gradients.squares(PageShards()), self.gradients.zeros(PageShards())
         found.losses += [squares, float(zeros)]
         self.groups[0].update(lr=1e-2 / number, weight_decay=0.1 if number % 3 else 0.0)
         self.groups[1].update(lr=2e-2 / number, betas=(0.9, 0.95 - 0.01 * (number % 2)))

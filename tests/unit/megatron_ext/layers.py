@@ -174,8 +174,8 @@ def build(
 ) -> Side:
     """A side from the same seed as every other; parallel state (``fresh_parallel_state``) exists already.
 
-    MegaScale is disabled afterwards unless ``stay_enabled``. ``groups``: options of the groups dispatcher, which is then
-    used; ``dispatcher`` is stock's.
+    MegaScale is disabled afterwards unless ``stay_enabled``. ``groups``: options of the groups dispatcher, which is
+    then used; ``dispatcher`` is stock's.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
