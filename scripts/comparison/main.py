@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="N steps of stock and of the run under the first --budget, with the memory that the latter needs",
+        help="N steps of stock and of the run under the first --budget, with memory half way between what they had",
     )
     parser.add_argument(
         "--data-path", type=Path, help="a text file or folder (default: the standard library's sources)"

@@ -16,8 +16,6 @@ from scripts.measuring.progress import Progress, say
 
 TARGET = "scripts.comparison.worker:TrainingRun"
 STEP_TIMEOUT_SECONDS = 300.0
-_LIMIT_SLACK = 1.03
-"""The allocator's moods: what a run takes of the system differs a little from one to the next."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Plan:
     disk_path: Path | None = None
     """Where pages go that leave memory."""
     limited_steps: int = 0
-    """Steps that stock and the run under the first budget try under a memory limit that the latter needs; 0: none."""
+    """Steps that stock and the run under the first budget try with memory half way between what they had; 0: none."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -156,15 +154,15 @@ def compare(plan: Plan) -> Comparison:
 
 
 def _limited(plan: Plan, runs: Sequence[Run]) -> Limited:
-    """What becomes of stock and of the run under the first budget with as much memory as the latter has shown to need.
+    """What becomes of stock and of the run under the first budget with memory half way between what they had.
 
-    The memory is that of one rank's process, apart from files and shared libraries.
+    The memory is that of one rank's process, apart from files and shared libraries, as seen between steps.
     """
-    paged = runs[2]
-    need = max(totals.peak_data_bytes for totals in paged.totals)
+    stock, paged = runs[0], runs[2]
+    had = [max(totals.peak_data_bytes for totals in run.totals) for run in (stock, paged)]
     return train_under_limit(
         {STOCK: plan.flags_of(STOCK), paged.name: plan.flags_of(paged.name)},
-        limit_bytes=round(need * _LIMIT_SLACK),
+        limit_bytes=sum(had) // 2,
         expected=[step.loss for step in paged.steps],
         steps=plan.limited_steps,
         ranks=plan.ranks,
