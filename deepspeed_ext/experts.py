@@ -45,6 +45,7 @@ class DeepSpeedExperts(PagedExperts):
             style=described.style,
             products=run.products,
             workspace=run.workspace,
+            backend=run.backend,
         )
         self.run = run
         self.all_experts = described.num_experts

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.config import Section
 from deepspeed_ext.messages import said_in_json
+from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.heat.observation import Observation
@@ -59,6 +60,7 @@ class Run:
     manager: ExpertManager
     workspace: Workspace
     products: Products
+    backend: Backend
     observation: Observation
     ranks: Ranks = field(default_factory=Ranks)
     hidden: bool = False
@@ -68,13 +70,14 @@ class Run:
         """A run on ``device``."""
         workspace = Workspace(device)
         products = products_for(device=device, choice=section.config.compute.cpu_products, workspace=workspace)
+        backend = backend_for(device=device, choice=section.config.compute.backend)
         options = paging_options(section.config.paging, device)
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         heat, observe = section.config.heat, section.config.observe
         observation = Observation(
             manager, heat=heat, observe=observe, rank=dist.get_rank(), world=dist.get_world_size()
         )
-        return cls(section, manager, workspace, products, observation, ranks)
+        return cls(section, manager, workspace, products, backend, observation, ranks)
 
     def close(self) -> None:
         """Ends traces and io threads, and removes the scratch file."""

@@ -20,6 +20,7 @@ from megascale_omni.paging.budget import Budget, parse_percent
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
 ProductsChoice = Literal["auto", "blas", "onednn"]
+BackendChoice = Literal["auto", "torch", "triton"]
 Dispatcher = Literal["stock", "groups"]
 Move = Literal["auto", "tokens", "pages"]
 Discovery = Literal["allgather", "gossip"]
@@ -116,11 +117,17 @@ class ComputeConfig:
 
     Attributes:
         cpu_products: library of fp32 products on a CPU; ``auto`` chooses oneDNN where the processor is not Intel's.
+        backend: who computes experts: ``torch``, ``triton`` (kernels that read pages through a table), or ``auto``:
+            kernels on an accelerator where Triton is installed, torch elsewhere.
     """
 
     cpu_products: ProductsChoice = "auto"
+    backend: BackendChoice = "auto"
 
     def __post_init__(self) -> None:
+        if self.backend not in get_args(BackendChoice):
+            known = ", ".join(get_args(BackendChoice))
+            raise ValueError(f"compute.backend={self.backend!r} is unknown; choose one of {known}")
         if self.cpu_products not in get_args(ProductsChoice):
             known = ", ".join(get_args(ProductsChoice))
             raise ValueError(f"compute.cpu_products={self.cpu_products!r} is unknown; choose one of {known}")

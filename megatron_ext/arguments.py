@@ -81,6 +81,11 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
     )
     group.add_argument(
+        "--megascale-backend",
+        choices=["auto", "torch", "triton"],
+        help="who computes experts (default auto: Triton kernels on an accelerator, torch elsewhere)",
+    )
+    group.add_argument(
         "--megascale-report", metavar="DIR", help="what happened to pages over time, with pictures at the end"
     )
     group.add_argument(
@@ -123,6 +128,8 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         config = config.replace("distributed", **given_distributed)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
+    if getattr(args, "megascale_backend", None) is not None:
+        config = config.replace("compute", backend=args.megascale_backend)
     observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
     if observe:
         config = config.replace("observe", **observe)

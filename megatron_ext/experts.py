@@ -80,6 +80,7 @@ class MegaScaleExperts(PagedExperts):
             style="sequential",
             products=runtime.products,
             workspace=runtime.workspace,
+            backend=runtime.backend,
         )
         self.config = config
         self.runtime = runtime

@@ -26,6 +26,7 @@ from megatron_ext.clipping import ModuleClipping, SkippingClipping
 from megatron_ext.distributed import MegaScaleDDP, innermost
 from megatron_ext.experts import SOURCE, MegaScaleExperts
 from megatron_ext.optimizer_state import GroupPlaces, OptimizerState
+from megatron_ext.runtime import Runtime
 
 CLIP_STATE = "megascale_clip"
 """Key of the clipper's state in a checkpoint."""
@@ -267,7 +268,7 @@ def build_optimizer(
     for manager in {experts.manager for experts in bindings}:
         manager.check_budget()
     lag = next((e.runtime.config.paging.max_lag_steps for e in bindings), 0)
-    arithmetic = _arithmetic(config, dense)
+    arithmetic = _arithmetic(config, dense, next((e.runtime for e in bindings), None))
     adam = PagedAdam(bindings.items(), groups=groups, arithmetic=arithmetic, shards=shards, max_lag=lag)
     for experts in bindings:
         experts.adam = adam
@@ -327,7 +328,7 @@ def _stats_group(dense: ChainedOptimizer, expert_parallel: bool) -> dist.Process
     return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
 
 
-def _arithmetic(config: OptimizerConfig, dense: ChainedOptimizer) -> AdamArithmetic:
+def _arithmetic(config: OptimizerConfig, dense: ChainedOptimizer, runtime: Runtime | None) -> AdamArithmetic:
     """The arithmetic of stock's dense optimizer.
 
     Raises:
@@ -342,7 +343,9 @@ def _arithmetic(config: OptimizerConfig, dense: ChainedOptimizer) -> AdamArithme
                 "torch's arithmetic only: hide Transformer Engine and Apex, so that stock uses torch.optim too"
             )
         fused = bool(inner.defaults.get("fused"))
-    return arithmetic_for(decoupled=decoupled, fused=fused, amsgrad=False)
+    device = None if runtime is None else runtime.manager.arena.device
+    kernels = runtime is not None and runtime.backend.name == "triton"
+    return arithmetic_for(decoupled=decoupled, fused=fused, amsgrad=False, device=device, kernels=kernels)
 
 
 def _listed_groups(

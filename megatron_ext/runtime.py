@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megascale_omni.config import MegaScaleConfig
+from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
@@ -25,6 +26,7 @@ class Runtime:
     manager: ExpertManager
     workspace: Workspace
     products: Products
+    backend: Backend
     observation: Observation
     path_numbers: list[str] = field(default_factory=list)
 
@@ -34,11 +36,12 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         workspace = Workspace(device)
         products = products_for(device=device, choice=config.compute.cpu_products, workspace=workspace)
+        backend = backend_for(device=device, choice=config.compute.backend)
         options = paging_options(config.paging, device)
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
-        return cls(config, manager, workspace, products, observation)
+        return cls(config, manager, workspace, products, backend, observation)
 
     @property
     def schedule(self) -> Schedule:

@@ -247,7 +247,11 @@ def _replay(index: PagesIndex, piece: ExpertsPiece, page: StoredPage, planes: di
     weights, biases = module.histories
     if weights is None or index.num_steps is None or page.last_step >= index.num_steps:
         return
-    arithmetic = arithmetic_for(decoupled=index.arithmetic.endswith("adamw"), fused="fused" in index.arithmetic)
+    arithmetic = arithmetic_for(
+        decoupled=index.arithmetic.endswith("adamw"),
+        fused="fused" in index.arithmetic,
+        device=torch.device("cuda") if "cuda" in index.arithmetic else None,
+    )
     layout = _layout_of(module.shape, page)
     cut = layout.matrix_numel(0)
     low = planes[Plane.WEIGHT]

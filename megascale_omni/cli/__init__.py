@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from megascale_omni import __version__
 
 COMMANDS: tuple[str, ...] = tuple(
-    f"megascale_omni.cli.{name}" for name in ("checkpoint", "env", "heat", "residency", "trace")
+    f"megascale_omni.cli.{name}" for name in ("checkpoint", "clip", "env", "heat", "residency", "trace")
 )
 
 

@@ -30,6 +30,7 @@ from itertools import accumulate
 import torch
 
 from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import PageLayout, PageViews
@@ -48,6 +49,7 @@ class ExpertsContext:
     activation: Activation
     products: Products
     workspace: Workspace
+    backend: Backend
 
     @property
     def layout(self) -> PageLayout:
@@ -68,6 +70,10 @@ class Rows:
         """Rows of ``counts`` tokens an expert."""
         starts = (0, *accumulate(counts))
         return cls(tuple(counts), starts[:-1], tuple(e for e, n in enumerate(counts) if n))
+
+    def of(self, expert: int) -> slice:
+        """The rows of an expert."""
+        return slice(self.starts[expert], self.starts[expert] + self.counts[expert])
 
     def split(self, tensor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """The rows of every expert as views; nothing for None."""
@@ -137,36 +143,59 @@ def _forward(
     context: ExpertsContext, rows: Rows, x_Nh: torch.Tensor, probs_N: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all waves; returns the output ``[N, h]`` and the flat pre-activations (in the workspace unless ``keep``)."""
-    layout, work, products = context.layout, context.workspace, context.products
     y_Nh = torch.empty_like(x_Nh)
-    numel = _Blocks.numel(layout, x_Nh.shape[0])
-    flat = x_Nh.new_empty(numel) if keep else work.take("pre_activations", (numel,), x_Nh.dtype)
-    blocks, output = _Blocks(layout, rows, flat), _SliceSum(context, "output", y_Nh, rows)
-    x_of, y_of, probs_of = rows.split(x_Nh), rows.split(y_Nh), rows.split(probs_N)
-    last, down_bias_h = layout.num_slices - 1, None
+    numel = _Blocks.numel(context.layout, x_Nh.shape[0])
+    flat = x_Nh.new_empty(numel) if keep else context.workspace.take("pre_activations", (numel,), x_Nh.dtype)
+    call = context.backend.forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
     phase = _forward_phase(keep)
     if phase is Phase.FORWARD:
         context.manager.routed(context.module, rows.counts)
     for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
-        items, weights = wave.items, wave.leases[Plane.WEIGHT]
+        call.wave(wave)
+    return y_Nh, flat
+
+
+class _Forward:
+    """One forward call in torch."""
+
+    def __init__(
+        self,
+        context: ExpertsContext,
+        rows: Rows,
+        x_Nh: torch.Tensor,
+        probs_N: torch.Tensor | None,
+        *,
+        flat: torch.Tensor,
+        y_Nh: torch.Tensor,
+    ) -> None:
+        self._context, self._rows, self._probs_N, self._dtype = context, rows, probs_N, x_Nh.dtype
+        self._blocks, self._output = _Blocks(context.layout, rows, flat), _SliceSum(context, "output", y_Nh, rows)
+        self._x_of, self._y_of, self._probs_of = rows.split(x_Nh), rows.split(y_Nh), rows.split(probs_N)
+        self._down_bias_h: torch.Tensor | None = None
+
+    def wave(self, wave: Wave) -> None:
+        """Computes the pages of a wave."""
+        context, items, weights = self._context, wave.items, wave.leases[Plane.WEIGHT]
+        layout, work, counts = context.layout, context.workspace, self._rows.counts
         pages = [weights.views(expert, slice_) for expert, slice_ in items]
-        pre_BR = blocks.batch(items)
-        pre_of = pre_BR.split([rows.counts[expert] for expert, _ in items])
+        pre_BR = self._blocks.batch(items)
+        pre_of = pre_BR.split([counts[expert] for expert, _ in items])
         for (expert, _), page, pre_nR in zip(items, pages, pre_of, strict=True):
-            products.nt(x_of[expert], page.fc1_Rh, out=pre_nR)
+            context.products.nt(self._x_of[expert], page.fc1_Rh, out=pre_nR)
             if page.fc1_bias_R is not None:
                 pre_nR.add_(page.fc1_bias_R)
-        act_Br = work.take("activation", (pre_BR.shape[0], pages[0].down_rh.shape[0]), x_Nh.dtype)
-        probs_B = _batch_probs(items, rows, probs_N, layout.num_slices)
+        act_Br = work.take("activation", (pre_BR.shape[0], pages[0].down_rh.shape[0]), self._dtype)
+        probs_B = _batch_probs(items, self._rows, self._probs_N, layout.num_slices)
         context.activation.with_probs_forward(pre_BR, probs_B, out=act_Br, workspace=work)
-        act_of = act_Br.split([rows.counts[expert] for expert, _ in items])
+        act_of = act_Br.split([counts[expert] for expert, _ in items])
         for (expert, slice_), page, act_nr in zip(items, pages, act_of, strict=True):
-            output.add(expert, slice_, act_nr, page.down_rh)
+            self._output.add(expert, slice_, act_nr, page.down_rh)
             if page.down_bias_h is not None:
-                down_bias_h = page.down_bias_h.clone()  # the page may be gone before the last slice is added
-            if down_bias_h is not None and slice_ == last:
-                _add_down_bias(y_of[expert], down_bias_h, probs_of[expert] if probs_of else None)
-    return y_Nh, flat
+                # The page may be gone before the last slice is added.
+                self._down_bias_h = page.down_bias_h.clone()
+            if self._down_bias_h is not None and slice_ == layout.num_slices - 1:
+                probs_n = self._probs_of[expert] if self._probs_of else None
+                _add_down_bias(self._y_of[expert], self._down_bias_h, probs_n)
 
 
 def _forward_phase(keep: bool) -> Phase:
@@ -207,7 +236,7 @@ class _WeightGradients:
 
 
 class _Backward:
-    """One backward call: the waves again, gradients of tokens and probabilities out, weight gradients into pages."""
+    """One backward call in torch: gradients of tokens and probabilities out, weight gradients into pages."""
 
     def __init__(
         self,
@@ -234,16 +263,8 @@ class _Backward:
         self.probs_of, self.gprobs_of = rows.split(probs_N), rows.split(self.gprobs_N)
         self.dtype = x_Nh.dtype
 
-    def run(self) -> None:
-        """Runs all waves."""
-        planes = (Plane.WEIGHT, Plane.GRADIENT) if self.weights else (Plane.WEIGHT,)
-        manager, create = self.context.manager, Plane.GRADIENT if self.weights else None
-        for wave in manager.waves(
-            self.context.module, self.rows.active, planes=planes, phase=Phase.BACKWARD, create=create
-        ):
-            self._batch(wave)
-
-    def _batch(self, wave: Wave) -> None:
+    def wave(self, wave: Wave) -> None:
+        """Computes the pages of a wave."""
         items, weights, gradients = wave.items, wave.leases[Plane.WEIGHT], wave.leases.get(Plane.GRADIENT)
         context, work, products = self.context, self.context.workspace, self.context.products
         pages = [weights.views(expert, slice_) for expert, slice_ in items]
@@ -299,6 +320,36 @@ class _Backward:
             weights.vector(scaled.sum(0).to(self.dtype), out=page.down_bias_h, store=store)
 
 
+class TorchBackend:
+    """Waves computed by torch; see :class:`megascale_omni.experts.backends.Backend`."""
+
+    name = "torch"
+
+    def forward(
+        self,
+        context: ExpertsContext,
+        rows: Rows,
+        x_Nh: torch.Tensor,
+        probs_N: torch.Tensor | None,
+        *,
+        flat: torch.Tensor,
+        y_Nh: torch.Tensor,
+    ) -> _Forward:
+        """See the protocol."""
+        return _Forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
+
+    def backward(
+        self,
+        context: ExpertsContext,
+        rows: Rows,
+        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+        gy_Nh: torch.Tensor,
+        needs: tuple[bool, bool, bool],
+    ) -> _Backward:
+        """See the protocol."""
+        return _Backward(context, rows, saved, gy_Nh, needs)
+
+
 class PagedExpertsFunction(torch.autograd.Function):
     """``(x [N, h], probs [N] or None, anchor) -> y [N, h]``.
 
@@ -330,8 +381,12 @@ class PagedExpertsFunction(torch.autograd.Function):
         x_Nh, probs_N, flat = ctx.saved_tensors  # type: ignore[attr-defined]
         context, rows = ctx.context, ctx.rows  # type: ignore[attr-defined]
         needs = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
-        call = _Backward(context, rows, (x_Nh, probs_N, flat), gy_Nh.contiguous(), needs)
-        call.run()
+        call = context.backend.backward(context, rows, (x_Nh, probs_N, flat), gy_Nh.contiguous(), needs)
+        planes, create = ((Plane.WEIGHT, Plane.GRADIENT), Plane.GRADIENT) if needs[2] else ((Plane.WEIGHT,), None)
+        for wave in context.manager.waves(
+            context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create
+        ):
+            call.wave(wave)
         anchor_gradient = gy_Nh.new_zeros(()) if needs[2] else None
         gprobs_N = None if call.gprobs_N is None else call.gprobs_N.to(probs_N.dtype)
         return call.gx_Nh, gprobs_N, anchor_gradient, None, None, None

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from megascale_omni.experts.activation import Activation
-from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction, Rows
+from megascale_omni.experts.backends import Backend
+from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction, Rows, TorchBackend
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
@@ -28,7 +29,8 @@ class PagedExperts(torch.nn.Module):
     Args:
         manager: owner of the pages. path: the module's path in the model, its identity. layout: sizes of an expert and
         their cut. num_experts: local experts. dtypes: dtype of each plane. activation: frozen description. style: stock
-        class whose names are used. products, workspace: shared by all modules of a process.
+        class whose names are used. products, workspace: shared by all modules of a process. backend: who computes
+        (torch where None).
 
     Raises:
         ValueError: the activation is gated and the layout is not, or the other way round; a style that does not fit.
@@ -46,6 +48,7 @@ class PagedExperts(torch.nn.Module):
         style: NamingStyle,
         products: Products,
         workspace: Workspace,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         if activation.gated != layout.shape.gated:
@@ -54,7 +57,7 @@ class PagedExperts(torch.nn.Module):
         self.names = NamedTensors(layout=layout, num_experts=num_experts, style=style)
         self.manager = manager
         self.pages = manager.add_module(path=path, layout=layout, num_experts=num_experts, dtypes=dtypes)
-        self.context = ExpertsContext(manager, self.pages, activation, products, workspace)
+        self.context = ExpertsContext(manager, self.pages, activation, products, workspace, backend or TorchBackend())
         self.trainable = True
         self._anchor = torch.zeros((), device=manager.arena.device, requires_grad=True)
 

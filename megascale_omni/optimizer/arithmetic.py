@@ -27,7 +27,8 @@ import torch
 from megascale_omni.optimizer.history import StepRecord
 
 # Elements handled at a time: four tensors and a scratch of 512 KiB each stay in cache over the operations of a step.
-_CHUNK = 1 << 17
+CHUNK = 1 << 17
+"""Elements handled at a time."""
 
 
 class AdamArithmetic(Protocol):
@@ -57,9 +58,21 @@ class AdamArithmetic(Protocol):
         """Applies ``idle`` for each record in order."""
         ...
 
+    def advance(
+        self,
+        *,
+        p: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        records: Sequence[StepRecord],
+    ) -> None:
+        """Applies ``records`` in order: the last one with gradient ``g``, the others (None: all) with zero."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
-class _Scalars:
+class StepScalars:
     """A step's scalars, computed in Python floats by the expressions of ``torch/optim/adam.py``."""
 
     weight_decay: float
@@ -72,7 +85,7 @@ class _Scalars:
     size: float
 
     @classmethod
-    def of(cls, record: StepRecord) -> _Scalars:
+    def of(cls, record: StepRecord) -> StepScalars:
         bias1 = 1 - record.beta1**record.step
         bias2 = 1 - record.beta2**record.step
         return cls(
@@ -87,7 +100,27 @@ class _Scalars:
         )
 
 
-class _UnfusedAdam:
+class _InSteps:
+    """Missed steps first, then the one with a gradient: for arithmetics without a pass for both."""
+
+    def advance(
+        self: AdamArithmetic,
+        *,
+        p: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        records: Sequence[StepRecord],
+    ) -> None:
+        """See :class:`AdamArithmetic`."""
+        missed = records if g is None else records[:-1]
+        if missed:
+            self.replay(p=p, m=m, v=v, records=missed)
+        if g is not None and records:
+            self.step(p=p, m=m, v=v, g=g, record=records[-1])
+
+
+class _UnfusedAdam(_InSteps):
     """torch's single-tensor Adam, which its ``foreach`` form equals bit for bit."""
 
     name: str
@@ -96,10 +129,10 @@ class _UnfusedAdam:
 
     def step(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, record: StepRecord) -> None:
         """See :class:`AdamArithmetic`."""
-        _check(p=p, m=m, v=v, g=g)
-        scalars = _Scalars.of(record)
-        scratch = p.new_empty(min(p.numel(), _CHUNK))
-        for p_c, m_c, v_c, g_c in _chunks(p, m, v, g):
+        check_tensors(p=p, m=m, v=v, g=g)
+        scalars = StepScalars.of(record)
+        scratch = p.new_empty(min(p.numel(), CHUNK))
+        for p_c, m_c, v_c, g_c in chunks(p, m, v, g):
             work = scratch[: p_c.numel()]
             if scalars.weight_decay != 0:
                 g_c = self._decay(p_c, g_c, scalars, work)
@@ -113,11 +146,11 @@ class _UnfusedAdam:
 
     def replay(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, records: Sequence[StepRecord]) -> None:
         """See :class:`AdamArithmetic`. Each chunk goes through all records before the next is read."""
-        _check(p=p, m=m, v=v)
-        steps = [_Scalars.of(record) for record in records]
-        scratch = p.new_empty(min(p.numel(), _CHUNK))
+        check_tensors(p=p, m=m, v=v)
+        steps = [StepScalars.of(record) for record in records]
+        scratch = p.new_empty(min(p.numel(), CHUNK))
         zero = p.new_zeros(())
-        for p_c, m_c, v_c in _chunks(p, m, v):
+        for p_c, m_c, v_c in chunks(p, m, v):
             work = scratch[: p_c.numel()]
             for scalars in steps:
                 g_c = zero
@@ -129,7 +162,7 @@ class _UnfusedAdam:
                     v_c.addcmul_(g_c, g_c, value=scalars.square)
                 _update(p_c, m_c, v_c, scalars, work)
 
-    def _decay(self, p: torch.Tensor, g: torch.Tensor, scalars: _Scalars, work: torch.Tensor) -> torch.Tensor:
+    def _decay(self, p: torch.Tensor, g: torch.Tensor, scalars: StepScalars, work: torch.Tensor) -> torch.Tensor:
         """Applies weight decay to ``p`` (decoupled), or returns the gradient that contains it, in ``work`` (L2)."""
         if self.decoupled:
             p.mul_(scalars.decay)
@@ -137,7 +170,7 @@ class _UnfusedAdam:
         return torch.add(g, p, alpha=scalars.weight_decay, out=work)
 
 
-def _update(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scalars: _Scalars, work: torch.Tensor) -> None:
+def _update(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scalars: StepScalars, work: torch.Tensor) -> None:
     torch.sqrt(v, out=work)
     work.div_(scalars.bias2_sqrt).add_(scalars.eps)
     p.addcdiv_(m, work, value=scalars.size)
@@ -157,7 +190,7 @@ class TorchAdam(_UnfusedAdam):
     decoupled = False
 
 
-class _FusedAdam:
+class _FusedAdam(_InSteps):
     """torch's fused kernels; see [Note: cutting tensors]."""
 
     name: str
@@ -166,7 +199,7 @@ class _FusedAdam:
 
     def step(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, record: StepRecord) -> None:
         """See :class:`AdamArithmetic`."""
-        _check(p=p, m=m, v=v, g=g)
+        check_tensors(p=p, m=m, v=v, g=g)
         self._kernel(p, m, v, g, record)
 
     def idle(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, record: StepRecord) -> None:
@@ -175,9 +208,9 @@ class _FusedAdam:
 
     def replay(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, records: Sequence[StepRecord]) -> None:
         """See :class:`AdamArithmetic`. Each chunk goes through all records before the next is read."""
-        _check(p=p, m=m, v=v)
-        zeros = p.new_zeros(min(p.numel(), _CHUNK))
-        for p_c, m_c, v_c in _chunks(p, m, v):
+        check_tensors(p=p, m=m, v=v)
+        zeros = p.new_zeros(min(p.numel(), CHUNK))
+        for p_c, m_c, v_c in chunks(p, m, v):
             for record in records:
                 self._kernel(p_c, m_c, v_c, zeros[: p_c.numel()], record)
 
@@ -223,7 +256,13 @@ _BY_DECOUPLED_AND_FUSED: dict[tuple[bool, bool], type[_UnfusedAdam] | type[_Fuse
 
 
 def arithmetic_for(
-    *, decoupled: bool, fused: bool, amsgrad: bool = False, dtype: torch.dtype = torch.float32
+    *,
+    decoupled: bool,
+    fused: bool,
+    amsgrad: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    kernels: bool = False,
 ) -> AdamArithmetic:
     """The arithmetic that matches a dense torch optimizer.
 
@@ -232,6 +271,8 @@ def arithmetic_for(
         fused: whether the dense optimizer is ``fused=True``.
         amsgrad: of the dense optimizer; refused.
         dtype: of the parameters that the optimizer steps (the masters, where there are any).
+        device: of the dense parameters; on CUDA torch's foreach kernels step them, unless they are fused.
+        kernels: whether pages on the device are stepped by a Triton kernel in these bits.
 
     Raises:
         ValueError: a combination whose missed steps cannot be replayed exactly.
@@ -243,10 +284,15 @@ def arithmetic_for(
             f"an optimizer that steps {dtype} parameters is not supported with paged experts: keep fp32 master weights "
             f"(with Megatron: train in fp32 or --bf16, not --fp16 or --use-precision-aware-optimizer)"
         )
+    if device is not None and device.type == "cuda" and not fused:
+        from megascale_omni.optimizer.cuda_arithmetic import CudaAdam, CudaAdamW
+
+        return (CudaAdamW if decoupled else CudaAdam)(kernels=kernels)
     return _BY_DECOUPLED_AND_FUSED[decoupled, fused]()
 
 
-def _check(**tensors: torch.Tensor) -> None:
+def check_tensors(**tensors: torch.Tensor) -> None:
+    """Refuses tensors that are not flat fp32 views of equal length. Raises ValueError with the tensor's name."""
     numel = tensors["p"].numel()
     for name, tensor in tensors.items():
         if tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.numel() != numel:
@@ -256,11 +302,12 @@ def _check(**tensors: torch.Tensor) -> None:
             )
 
 
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of ``CHUNK`` elements of each tensor, in order."""
     flats = [tensor.view(-1) for tensor in tensors]
     numel = flats[0].numel()
-    if numel <= _CHUNK:
+    if numel <= CHUNK:
         yield tuple(flats)
         return
-    for start in range(0, numel, _CHUNK):
-        yield tuple(flat[start : start + _CHUNK] for flat in flats)
+    for start in range(0, numel, CHUNK):
+        yield tuple(flat[start : start + CHUNK] for flat in flats)

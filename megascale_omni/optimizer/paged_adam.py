@@ -169,7 +169,7 @@ class PagedAdam:
     def _step_page(
         self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], clip: float | None
     ) -> None:
-        self._replay_page(experts, name, pages, up_to=self.num_steps - 1)
+        last = self._last_step(experts, name)
         # Stock copies a narrower gradient to fp32 before it clips.
         gradient = pages[Plane.GRADIENT]
         gradient = gradient if gradient.dtype is torch.float32 else gradient.float()
@@ -177,8 +177,8 @@ class PagedAdam:
             gradient.mul_(clip)
         p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
         for region, group in self._regions(experts, name):
-            record = self.history.since(group, self.num_steps - 1)[0]
-            self.arithmetic.step(p=p[region], m=m[region], v=v[region], g=gradient[region], record=record)
+            records = self.history.since(group, last)
+            self.arithmetic.advance(p=p[region], m=m[region], v=v[region], g=gradient[region], records=records)
         self._applied(experts, name, pages)
 
     def _replay_page(

@@ -15,18 +15,25 @@ BATCH_BYTES = 2 * MIB
 """Weight bytes of a batch, unless a single page is larger. The smallest wave is one batch."""
 
 
-def batch_pages(layout: PageLayout, dtype: torch.dtype) -> int:
-    """Pages of a batch at most."""
-    return max(1, BATCH_BYTES // layout.slot_class(dtype).nbytes)
+RESIDENT_BATCH_BYTES = 128 * MIB
+"""The same on an accelerator where no page ever leaves: few, large launches, and no budget that a wave must fit in.
+There elementwise kernels round no tail otherwise, so that the cut changes no bit."""
 
 
-def cut_batches(layout: PageLayout, *, dtype: torch.dtype, experts: Sequence[int]) -> tuple[Batch, ...]:
-    """Cuts the pages of ``experts`` (ascending) into batches.
+def batch_pages(layout: PageLayout, dtype: torch.dtype, *, nbytes: int | None = None) -> int:
+    """Pages of a batch of ``nbytes`` (default ``BATCH_BYTES``) at most."""
+    return max(1, (BATCH_BYTES if nbytes is None else nbytes) // layout.slot_class(dtype).nbytes)
+
+
+def cut_batches(
+    layout: PageLayout, *, dtype: torch.dtype, experts: Sequence[int], nbytes: int | None = None
+) -> tuple[Batch, ...]:
+    """Cuts the pages of ``experts`` (ascending) into batches of ``nbytes`` (default ``BATCH_BYTES``) at most.
 
     The cut depends on layout, dtype and experts alone, so that it is the same whatever is resident. A batch has pages
     of one width; a short last slice is a batch of its own.
     """
-    limit = batch_pages(layout, dtype)
+    limit = batch_pages(layout, dtype, nbytes=nbytes)
     batches: list[Batch] = []
     current: list[tuple[int, int]] = []
     for expert in experts:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
-from megascale_omni.paging.batches import Batch, cut_batches
+from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, Batch, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
@@ -320,7 +320,9 @@ class ExpertManager:
         pages are caught up with the optimizer before they are handed out. Absent pages of plane ``create`` are made;
         where the caller does not come back for the next wave they are absent again, being half written.
         """
-        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts)
+        resident = self.arena.device.type == "cuda" and not self.pager.can_evict
+        nbytes = RESIDENT_BATCH_BYTES if resident else None
+        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
         slices = module.entry.num_slices
         pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
         self._begin_visit(module, phase, planes, pages)

@@ -20,11 +20,18 @@ _OPEN_TIMEOUT_SECONDS = 120.0
 
 
 def prove(
-    layout: Layout, *, data_path: Path, steps: int = 100, parts: Sequence[str] = PARTS, megascale: bool = True
+    layout: Layout,
+    *,
+    data_path: Path,
+    steps: int = 100,
+    parts: Sequence[str] = PARTS,
+    megascale: bool = True,
+    megascale_flags: Sequence[str] = MEGASCALE_FLAGS,
 ) -> Verdict:
     """Prove one layout: `steps` compared steps, the mutant, and a free run of `steps` steps, as `parts` asks.
 
-    `megascale` False leaves stock and its control: what the proof itself does to two stocks.
+    `megascale_flags` are given to MegaScale's side only; `megascale` False leaves stock and its control: what the proof
+    itself does to two stocks.
 
     Raises:
         ValueError: an unknown part, no steps.
@@ -36,7 +43,7 @@ def prove(
     start = time.monotonic()
     arguments = {
         "flags": layout.flags(data_path=data_path.resolve(), steps=steps + MUTANT_STEPS),
-        "megascale_flags": list(MEGASCALE_FLAGS),
+        "megascale_flags": list(megascale_flags),
         "megascale": megascale,
     }
     total = steps * sum(part in parts for part in ("steps", "free"))

@@ -71,7 +71,7 @@ def _iterate(trainer: Trainer, metrics: Metrics) -> str:
 
 def step_record(step: StepResult) -> dict[str, object]:
     """Return the JSON record of one iteration."""
-    return {
+    record: dict[str, object] = {
         "event": "step",
         "iteration": step.iteration,
         "loss": step.loss,
@@ -84,6 +84,7 @@ def step_record(step: StepResult) -> dict[str, object]:
         "tokens_per_second": step.tokens / step.step_seconds,
         "rss_bytes": resident_bytes(),
     }
+    return record if step.clip is None else {**record, "clip": step.clip}
 
 
 def _validate(trainer: Trainer, metrics: Metrics) -> None:

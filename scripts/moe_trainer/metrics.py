@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -33,7 +33,7 @@ class JsonLines:
         self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+        self._file.write(json.dumps(_finite(dict(record))) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -41,11 +41,13 @@ class JsonLines:
 
 
 def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:
-    """Every number of the step and validation records as a scalar over iterations."""
+    """Every number of the step and validation records as a scalar over iterations, those of dicts by their path."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -55,12 +57,20 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         if record["event"] not in ("step", "validation"):
             return
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name != "iteration":
+        for name, value in _numbers(record):
+            if name != "iteration":
                 self._writer.add_scalar(f"{record['event']}/{name}", value, record["iteration"])
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _numbers(values: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            yield prefix + name, value
 
 
 class PlainLines:

@@ -58,6 +58,8 @@ class StepResult:
     step_seconds: float
     tokens: int
     """In the whole batch."""
+    clip: dict[str, object] | None = None
+    """What clipping by module found and did, where it is asked for."""
 
 
 class Trainer:
@@ -162,7 +164,15 @@ class Trainer:
             skipped=not result.successful,
             step_seconds=time.perf_counter() - start,
             tokens=self.args.global_batch_size * self.args.seq_length,
+            clip=self._clip_record(),
         )
+
+    def _clip_record(self) -> dict[str, object] | None:
+        clipping = getattr(self.optimizer, "clipping", None)
+        if clipping is None:
+            return None
+        found = {"skipped_steps": clipping.skipped_steps}
+        return found if clipping.report is None else clipping.report.as_record()
 
     def forward_backward(self) -> float:
         """Clear gradients, run every micro-batch of the next batch forwards and backwards, and reduce the gradients.

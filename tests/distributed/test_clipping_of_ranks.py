@@ -135,7 +135,7 @@ def sharded_and_whole(rank: int, world: int, *, one_module: bool) -> tuple[list[
     ours = CMSAClipper.for_model(model, base=0.1, config=config, ranks=Group())
     report = ours.clip(model.named_parameters())
     difference = max(
-        float((p.grad.full_tensor() - q.grad).abs().max())
+        float((p.grad.full_tensor() - q.grad).abs().max())  # type: ignore[union-attr]
         for p, q in zip(model.parameters(), whole.parameters(), strict=True)
     )
 

@@ -71,13 +71,13 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_is_short(document: Path) -> None:
-    limit = 330 if document.name == "README.md" else 250  # its tour names every file
+    limit = 350 if document.name == "README.md" else 250  # its tour names every file
     assert len(document.read_text().splitlines()) <= limit
 
 
 @cache
 def sources() -> dict[Path, str]:
-    folders = (*PACKAGES, "scripts", "configs")
+    folders = (*PACKAGES, "scripts", "configs", "triton_kernels")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
     return {path: path.read_text() for path in found if "__pycache__" not in path.parts}
 

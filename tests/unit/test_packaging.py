@@ -179,7 +179,8 @@ def test_an_installation_without_extras_needs_torch_and_numpy_only(wheel):
     requirements = metadata.get_all("Requires-Dist", [])
     always = {line.partition(">")[0] for line in requirements if "extra ==" not in line}
     assert always == {"torch", "numpy"}
-    assert set(metadata.get_all("Provides-Extra", [])) == {"megatron", "deepspeed", "hf", "dev", "paging", "pictures"}
+    extras = {"megatron", "deepspeed", "hf", "dev", "paging", "pictures", "kernels"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert metadata["Version"] == megascale_omni.__version__
     assert "megascale = megascale_omni.cli:main" in entry_points
 

@@ -290,3 +290,34 @@ def learned(rank: int, world: int, *, corpus: str, options: str) -> tuple[torch.
 def test_every_rank_learns_the_loss(pools, corpus, options):
     for found, told in pools[2].run(learned, corpus=corpus, options=options):
         assert found.tolist() == pytest.approx(told, rel=1e-5)
+
+
+# --- what a run writes down -------------------------------------------------------------------------------------------
+
+
+def write_down(rank: int, world: int, *, corpus: str, folder: str) -> None:
+    from scripts.moe_trainer.arguments import parse_args
+    from scripts.moe_trainer.loop import train
+    from tests.integration.megatron_ext.runs import flags
+
+    files = f"--metrics-jsonl {folder}/run.jsonl --tensorboard-dir {folder}/board --no-progress"
+    train(parse_args(flags(corpus, GATED, NO_DROPOUT, AUTO, files, PIPELINE, megascale=True)))
+
+
+def test_a_run_writes_down_what_the_command_and_tensorboard_show(pools, corpus, tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from megascale_omni import cli
+
+    pools[2].run(write_down, corpus=corpus, folder=str(tmp_path))
+    assert cli.main(["clip", str(tmp_path), "--png", str(tmp_path / "clip.png")]) == 0
+    text = capsys.readouterr().out
+    assert "steps 1 to 20, alpha " in text
+    assert "experts_1" in text
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    tags = board.Tags()["scalars"]
+    for name in ("norm", "gvc", "clip_ratio", "threshold"):
+        assert f"step/clip/mpus/dense_0/{name}" in tags
+    assert len(board.Scalars("step/clip/mpus/dense_0/norm")) == 20
+    assert len(board.Scalars("step/clip/alpha")) == 17, "nothing is written while clipping is off"

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.products import BlasProducts, OneDnnProducts, onednn_available
 from megascale_omni.experts.workspace import Workspace
@@ -34,6 +35,7 @@ def small_experts(
     products: str = "blas",
     style: NamingStyle = "sequential",
     manager: ExpertManager | None = None,
+    backend: Backend | None = None,
 ) -> PagedExperts:
     """Experts with random weights in a poisoned arena: 40 neurons in pages of 16, 16 and 8 unless ``rows`` differs."""
     manager = manager or ExpertManager(device=CPU, poison=True)
@@ -48,6 +50,7 @@ def small_experts(
         style=style,
         products=(OneDnnProducts if products == "onednn" else BlasProducts)(workspace),
         workspace=workspace,
+        backend=backend,
     )
     weights = {t.name: (torch.randn(t.shape) / t.shape[-1] ** 0.5).to(dtype) for t in experts.names.tensors()}
     for expert in range(num_experts):

@@ -198,7 +198,7 @@ def test_fused_steps_are_the_same_on_cuts_at_the_stated_multiple(multiples, tail
 @pytest.mark.parametrize(("chunk", "threads"), [(4096, 1), (4096, 2), (2**16, 1), (2**17, 2)])
 def test_views_of_many_chunks_and_any_number_of_threads(kind, monkeypatch, chunk, threads):
     numel = 2**16 + 2**12 + 13
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(module, "CHUNK", chunk)
     p, g = torch.randn(numel), torch.randn(numel)
     dense, ours, state = Dense(p, kind), arithmetic_for(decoupled=kind[0], fused=kind[1]), state_of(p)
     first, *rest = records(6)

@@ -156,6 +156,8 @@ def test_batches_do_not_depend_on_what_is_resident_or_pinned():
 def test_a_page_larger_than_a_batch_is_a_batch():
     layout = PageLayout(ExpertShape(hidden=64 * KIB, ffn=32, gated=True, bias=False), 16)
     assert cut_batches(layout, dtype=FP32, experts=[3]) == (((3, 0),), ((3, 1),))
+    two = 2 * layout.slot_class(FP32).nbytes
+    assert cut_batches(layout, dtype=FP32, experts=[3], nbytes=two) == (((3, 0), (3, 1)),)
 
 
 # -- the integrity check can fail --------------------------------------------------------------------------------------

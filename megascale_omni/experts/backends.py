@@ -1,0 +1,117 @@
+"""Who computes a wave: torch (any device, the reference) or Triton kernels, behind one protocol.
+
+A backend is chosen once for a run, by device and configuration. ``function.py`` walks the waves and hands each one to
+the call that the backend made for this forward or backward.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megascale_omni.config import BackendChoice
+from megascale_omni.paging.leases import Wave
+
+if TYPE_CHECKING:
+    from megascale_omni.experts.function import ExpertsContext, Rows
+
+
+class ForwardCall(Protocol):
+    """One forward over a module's experts; waves come in ascending order of (expert, slice)."""
+
+    def wave(self, wave: Wave) -> None:
+        """Computes the pages of a wave."""
+        ...
+
+
+class BackwardCall(Protocol):
+    """One backward; after the last wave the gradients are whole.
+
+    Attributes:
+        gx_Nh: gradient of the tokens, None where not needed.
+        gprobs_N: gradient of the probabilities in their dtype or fp32, None where not needed.
+    """
+
+    gx_Nh: torch.Tensor | None
+    gprobs_N: torch.Tensor | None
+
+    def wave(self, wave: Wave) -> None:
+        """Computes the pages of a wave; gradient pages are written where the wave has them."""
+        ...
+
+
+class Backend(Protocol):
+    """How the experts of a wave are computed."""
+
+    name: str
+
+    def forward(
+        self,
+        context: ExpertsContext,
+        rows: Rows,
+        x_Nh: torch.Tensor,
+        probs_N: torch.Tensor | None,
+        *,
+        flat: torch.Tensor,
+        y_Nh: torch.Tensor,
+    ) -> ForwardCall:
+        """A call that fills ``y`` and ``flat``, the pre-activations of all tokens (see function.py)."""
+        ...
+
+    def backward(
+        self,
+        context: ExpertsContext,
+        rows: Rows,
+        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+        gy_Nh: torch.Tensor,
+        needs: tuple[bool, bool, bool],
+    ) -> BackwardCall:
+        """A call for ``saved`` (tokens, probabilities, pre-activations); ``needs`` says which gradients are wanted."""
+        ...
+
+
+def triton_available() -> bool:
+    """Whether Triton is installed (nothing is imported)."""
+    return find_spec("triton") is not None
+
+
+def wants_triton(*, device: torch.device, choice: BackendChoice) -> bool:
+    """Whether a run on ``device`` computes with Triton kernels. By name, never by timing.
+
+    Raises:
+        ValueError: kernels are asked for where they cannot run.
+    """
+    if choice == "torch" or (choice == "auto" and device.type != "cuda"):
+        return False
+    if not triton_available():
+        if choice == "auto":
+            return False
+        raise ValueError(
+            "compute.backend='triton': Triton is not installed; pip install 'megascale[kernels]', or 'torch'"
+        )
+    if device.type != "cuda":
+        from megascale_omni.kernels.interpreter import is_interpreted
+
+        if not is_interpreted():
+            raise ValueError(
+                f"compute.backend='triton' on {device}: kernels need an accelerator, or TRITON_INTERPRET=1 for tests; "
+                "use 'auto' or 'torch'"
+            )
+    return True
+
+
+def backend_for(*, device: torch.device, choice: BackendChoice) -> Backend:
+    """The backend of a run.
+
+    Raises:
+        ValueError: kernels are asked for where they cannot run.
+    """
+    if wants_triton(device=device, choice=choice):
+        from megascale_omni.kernels.backend import TritonBackend
+
+        return TritonBackend(device)
+    from megascale_omni.experts.function import TorchBackend
+
+    return TorchBackend()

@@ -1,0 +1,237 @@
+"""What is compiled: every kernel as it ships, with the arguments that a launch would have.
+
+A type is written as in Triton, ``*bf16`` a pointer, ``i32`` a number; ``:16`` says that it is divisible by 16, which a
+launch finds out by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import triton.language as tl
+
+from megascale_omni.kernels import (
+    bf16_wire,
+    gradient_statistics,
+    page_checksum,
+    page_copy,
+    paged_activation_backward,
+    paged_adam,
+    paged_fc1,
+    paged_slice_sum,
+    paged_weight_gradient,
+    permute_rows,
+    probs_gradient,
+    scaled_clip,
+)
+from megascale_omni.kernels.tiles import TileConfig, tiles_for
+
+TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+TABLE, TILES, HIDDEN = "*i64", "*i32", "i32:16"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Arguments = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A kernel with its arguments (types, or values of constants) and launch options, for one target.
+
+    ``products``: whether it must use the target's matrix instructions. ``exact``: whether its PTX must keep subnormal
+    numbers and IEEE division.
+    """
+
+    kernel: Callable[..., object]
+    tag: str
+    target: str
+    arguments: Arguments
+    options: dict[str, object] = field(default_factory=dict)
+    products: bool = False
+    exact: bool = False
+
+
+def _tile(tile: TileConfig) -> Arguments:
+    return {"BM": tile.m, "BN": tile.n, "BK": tile.k}
+
+
+def _activation(kind: str, gated: bool, clamp: float | None = None) -> Arguments:
+    offset = 0.0 if clamp is None else 1.0
+    return {"KIND": kind, "GATED": gated, "ALPHA": 1.702, "CLAMP": clamp, "OFFSET": offset}
+
+
+def _products(target: str) -> Iterator[Spec]:
+    for name, dtype in DTYPES.items():
+        tiles, data = tiles_for(dtype, target=target), f"*{name}:16"
+        common: Arguments = {"hidden": HIDDEN, "PRECISION": "ieee"}
+        variants: list[tuple[str, bool, float | None, bool]] = [("silu", True, None, True)]
+        if name == "bf16":
+            variants += [("gelu", False, None, True), ("quick_gelu", True, 7.0, True), ("silu", True, None, False)]
+        for kind, gated, clamp, divisible in variants:
+            tag = f"{name} {kind}{' gated' if gated else ''}{'' if divisible else ' odd'}"
+            shape = _activation(kind, gated, clamp) | common | {"DIVISIBLE": divisible}
+            yield Spec(
+                paged_fc1.paged_fc1,
+                f"paged_fc1 {tag}",
+                target,
+                {"x": data, "index": None, "probs": "*fp32:16", "pre": data, "activated": data, "items": TABLE}
+                | {"tiles": TILES, "BIAS": clamp is not None, "INDEX": False, "PROBS": True, "SAVE": True}
+                | shape
+                | _tile(tiles.fc1),
+                dict(tiles.fc1.launch),
+                products=name == "bf16",
+            )
+            yield Spec(
+                paged_activation_backward.paged_activation_backward,
+                f"paged_activation_backward {tag}",
+                target,
+                {"grad_y": data, "probs": "*fp32:16", "pre": data, "activated": data, "grad_pre": data}
+                | {"partials": "*fp32:16", "items": TABLE, "tiles": TILES, "wave_rows": "i32", "PROBS": True}
+                | {"ACTIVATED": True, "PARTIALS": True, "WIDE_PROBS": True}
+                | shape
+                | _tile(tiles.activation_backward),
+                dict(tiles.activation_backward.launch),
+                products=name == "bf16",
+            )
+        yield from _sums(target, name, common)
+    yield _gathered(target)
+
+
+def _sums(target: str, name: str, common: Arguments) -> Iterator[Spec]:
+    tiles, data = tiles_for(DTYPES[name], target=target), f"*{name}:16"
+    for matrix, wide, skip in (("down", 1, 2), ("fc1", 2, 0)):
+        part: Arguments = {"WIDE": wide, "SKIP": skip, "DIVISIBLE": True}
+        yield Spec(
+            paged_slice_sum.paged_slice_sum,
+            f"paged_slice_sum {name} {matrix}",
+            target,
+            {"left": data, "out": data, "carried_in": "*fp32:16", "carried_out": "*fp32:16", "items": TABLE}
+            | {"chains": TABLE, "tiles": TILES}
+            | common
+            | part
+            | _tile(tiles.slice_sum),
+            dict(tiles.slice_sum.launch),
+            products=name == "bf16",
+        )
+        yield Spec(
+            paged_weight_gradient.paged_weight_gradient,
+            f"paged_weight_gradient {name} {matrix}",
+            target,
+            {"left": data, "right": data, "index": None, "items": TABLE, "row_tiles": "i32", "INDEX": False}
+            | {"GRADIENT": tl.float32}
+            | common
+            | part
+            | _tile(tiles.weight_gradient),
+            dict(tiles.weight_gradient.launch),
+            products=name == "bf16",
+        )
+
+
+def _gathered(target: str) -> Spec:
+    tile = tiles_for(torch.bfloat16, target=target).fc1
+    return Spec(
+        paged_fc1.paged_fc1,
+        "paged_fc1 bf16 silu gated by index",
+        target,
+        {"x": "*bf16:16", "index": "*i32:16", "probs": "*fp32:16", "pre": None, "activated": "*bf16:16"}
+        | {"items": TABLE, "tiles": TILES, "hidden": HIDDEN, "BIAS": False, "INDEX": True, "PROBS": True, "SAVE": False}
+        | {"PRECISION": "ieee", "DIVISIBLE": True}
+        | _activation("silu", True)
+        | _tile(tile),
+        dict(tile.launch),
+        products=True,
+    )
+
+
+def _elementwise(target: str) -> Iterator[Spec]:
+    yield Spec(
+        probs_gradient.probs_gradient,
+        "probs_gradient",
+        target,
+        {"partials": "*fp32:16", "out": "*fp32:16", "items": TABLE, "chains": TABLE, "tiles": TILES, "wave_rows": "i32"}
+        | {"TILE": 64, "BM": 128},
+    )
+    for decoupled in (True, False):
+        yield Spec(
+            paged_adam.paged_adam,
+            f"paged_adam {'decoupled' if decoupled else 'l2'}",
+            target,
+            {
+                "segments": TABLE,
+                "blocks": TABLE,
+                "records": "*fp32",
+                "clip": "fp32",
+                "DECOUPLED": decoupled,
+                "CLIP": True,
+            }
+            | {"GRADIENT": tl.bfloat16, "WEIGHT": tl.bfloat16, "ALIGNED": True, "BLOCK": paged_adam.BLOCK},
+            {"num_warps": 4, "enable_fp_fusion": False},  # as it is launched
+            exact=True,
+        )
+    pages: Arguments = {"ALIGNED": True}
+    yield Spec(
+        page_copy.page_copy, "page_copy", target, {"addresses": TABLE, "words": "i32:16", "BLOCK": page_copy.BLOCK}
+    )
+    yield Spec(
+        page_checksum.page_checksum,
+        "page_checksum",
+        target,
+        {"pages": TABLE, "blocks": TABLE, "out": "*i64:16", "BLOCK": page_checksum.BLOCK},
+    )
+    yield Spec(
+        gradient_statistics.gradient_statistics,
+        "gradient_statistics",
+        target,
+        {"segments": TABLE, "chunks": TABLE, "partials": "*fp64:16", "GRADIENT": tl.float32}
+        | {"CHUNK": gradient_statistics.CHUNK, "BLOCK": gradient_statistics.BLOCK}
+        | pages,
+    )
+    yield Spec(
+        gradient_statistics.add_statistics,
+        "add_statistics",
+        target,
+        {"partials": "*fp64:16", "bounds": "*i64:16", "out": "*fp64:16", "BLOCK": 256},
+    )
+    yield Spec(
+        scaled_clip.scaled_clip,
+        "scaled_clip",
+        target,
+        {"segments": TABLE, "blocks": TABLE, "coefficients": "*fp32:16", "GRADIENT": tl.bfloat16}
+        | {"BLOCK": scaled_clip.BLOCK}
+        | pages,
+    )
+    for pack in (True, False):
+        yield Spec(
+            bf16_wire.bf16_wire,
+            f"bf16_wire {'pack' if pack else 'add'}",
+            target,
+            {"segments": TABLE, "blocks": TABLE, "wire": "*bf16:16", "PACK": pack, "ADD": not pack}
+            | {"BLOCK": bf16_wire.BLOCK}
+            | pages,
+        )
+    rows: Arguments = {"hidden": HIDDEN, "BLOCK": permute_rows.BLOCK}
+    yield Spec(
+        permute_rows.permute_rows,
+        "permute_rows",
+        target,
+        {"x": "*bf16:16", "source": "*i32:16", "scale": "*fp32:16", "out": "*bf16:16", "SCALE": True} | rows,
+    )
+    yield Spec(
+        permute_rows.unpermute_rows,
+        "unpermute_rows",
+        target,
+        {"y": "*bf16:16", "position": "*i32:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8, "WEIGHT": True}
+        | rows,
+    )
+    yield Spec(
+        permute_rows.row_products,
+        "row_products",
+        target,
+        {"y": "*bf16:16", "position": "*i32:16", "grad": "*bf16:16", "out": "*fp32:16", "TOPK": 8} | rows,
+    )
+
+
+def specs(target: str) -> tuple[Spec, ...]:
+    """Every kernel for a target."""
+    return (*_products(target), *_elementwise(target))

@@ -1,0 +1,91 @@
+"""Kernels on an accelerator: what the interpreter cannot say. Values, bits of torch's own kernels, traps."""
+
+import pytest
+import torch
+
+from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.products import BlasProducts
+from megascale_omni.experts.workspace import Workspace
+from megascale_omni.kernels.interpreter import is_interpreted
+from megascale_omni.optimizer.cuda_arithmetic import CudaAdamW, fuses_multiply_add
+from megascale_omni.optimizer.history import StepRecord
+from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.planes import Plane
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="kernels are interpreted: run scripts/gpu_check.sh")
+
+SWIGLU = Activation("silu", gated=True)
+CUDA = torch.device("cuda")
+
+
+def experts_of(kernels: bool, dtype: torch.dtype, rows: int) -> PagedExperts:
+    from megascale_omni.experts.function import TorchBackend
+    from megascale_omni.kernels.backend import TritonBackend
+
+    workspace = Workspace(CUDA)
+    experts = PagedExperts(
+        manager=ExpertManager(device=CUDA, poison=True),
+        path="experts",
+        layout=PageLayout(ExpertShape(hidden=256, ffn=208, gated=True, bias=True), rows),
+        num_experts=4,
+        dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32},
+        activation=SWIGLU,
+        style="sequential",
+        products=BlasProducts(workspace),
+        workspace=workspace,
+        backend=TritonBackend(CUDA, debug=True) if kernels else TorchBackend(),
+    )
+    torch.manual_seed(1)
+    weights = {t.name: (torch.randn(t.shape) / t.shape[-1] ** 0.5).to(CUDA, dtype) for t in experts.names.tensors()}
+    for expert in range(4):
+        experts.initialise(expert, weights)
+    return experts
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("rows", [64, 208])
+def test_kernels_compute_what_torch_computes(dtype, bound, rows):
+    counts, found = (70, 0, 300, 3), []
+    for kernels in (False, True):
+        experts = experts_of(kernels, dtype, rows)
+        torch.manual_seed(2)
+        x = torch.randn(sum(counts), 256, device=CUDA).to(dtype).requires_grad_()
+        probs = torch.rand(sum(counts), device=CUDA).requires_grad_()
+        experts(x, counts, probs).backward(torch.randn(sum(counts), 256, device=CUDA).to(dtype))
+        assert x.grad is not None
+        assert probs.grad is not None
+        found.append({"x": x.grad, "probs": probs.grad, **experts.dense(Plane.GRADIENT)})
+    for name, expected in found[0].items():
+        error = (found[1][name].float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12)
+        assert error <= bound, name
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_pages_are_stepped_in_the_bits_of_torch_on_this_device(kernels):
+    p, g = torch.randn(5000, device=CUDA), [torch.randn(5000, device=CUDA) for _ in range(6)]
+    dense = torch.nn.Parameter(p.clone())
+    optimizer = torch.optim.AdamW([dense], lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), foreach=True)
+    page = {"p": p, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+    for step, gradient in enumerate(g, start=1):
+        dense.grad = gradient.clone()
+        optimizer.step()
+        record = StepRecord(step=step, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+        CudaAdamW(kernels=kernels).step(**page, g=gradient, record=record)
+    state = optimizer.state[dense]
+    for name, expected in (("p", dense.detach()), ("m", state["exp_avg"]), ("v", state["exp_avg_sq"])):
+        assert torch.equal(page[name], expected), name
+
+
+@pytest.mark.skipif(not fuses_multiply_add(), reason="a processor without fused multiply-add")
+def test_host_memory_has_the_bits_of_the_device():
+    record = StepRecord(step=3, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+    host = {"p": torch.randn(5000), "m": torch.randn(5000), "v": torch.rand(5000)}
+    device = {name: tensor.to(CUDA) for name, tensor in host.items()}
+    g = torch.randn(5000)
+    CudaAdamW(kernels=False).step(**host, g=g, record=record)
+    CudaAdamW(kernels=True).step(**device, g=g.to(CUDA), record=record)
+    for name, tensor in host.items():
+        assert torch.equal(device[name].cpu(), tensor), name

@@ -1,0 +1,51 @@
+"""What launchers demand of their tensors: a wrong one is refused by name, before a kernel could read past it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+ALIGNMENT = 16
+"""Bytes; pages begin at multiples of it, and kernels read whole 16-byte words."""
+
+
+def require(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    device: torch.device,
+    shape: tuple[int | None, ...] | None = None,
+    aligned: bool = False,
+) -> None:
+    """Refuses a tensor that a kernel would misread.
+
+    ``shape`` may leave dimensions open (None). Every tensor must be contiguous; ``aligned`` asks for ``ALIGNMENT``.
+
+    Raises:
+        ValueError: names the tensor, what it is and what it must be.
+    """
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: on {tensor.device}, must be on {device} like the other tensors")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)}, must be contiguous")
+    if shape is not None and (
+        tensor.ndim != len(shape)
+        or any(want is not None and want != have for want, have in zip(shape, tensor.shape, strict=True))
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must be ({wanted})")
+    if aligned and tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name}: begins at address {tensor.data_ptr():#x}, must be a multiple of {ALIGNMENT} bytes")
+
+
+def require_address(name: str, address: int) -> None:
+    """Refuses a page address that is missing or not aligned. Raises ValueError."""
+    if address == 0:
+        raise ValueError(f"{name}: address 0, the page is not resident")
+    if address % ALIGNMENT:
+        raise ValueError(f"{name}: address {address:#x}, must be a multiple of {ALIGNMENT} bytes")

@@ -1,0 +1,170 @@
+"""Adam and AdamW over pages: missed steps of zero gradient and the step at hand, in one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from megascale_omni.kernels.segments import all_aligned, blocks_of, require_flat, same_device, upload
+from megascale_omni.optimizer.arithmetic import StepScalars
+from megascale_omni.optimizer.history import StepRecord
+
+BLOCK = 1024
+_SEGMENT_COLUMNS = 8
+_SCALARS = 8
+COLUMNS = tl.constexpr(_SEGMENT_COLUMNS)
+SCALARS = tl.constexpr(_SCALARS)
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit(do_not_specialize_on_alignment=["segments", "blocks", "records"])
+def paged_adam(
+    segments,
+    blocks,
+    records,
+    clip,
+    DECOUPLED: tl.constexpr,
+    CLIP: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some steps of Adam on every segment of a call, all but the last with a zero gradient.
+
+    Formula: for each record  p *= 1 - lr wd  (decoupled; else g = fma(wd, p, g));
+        m = fma(1 - b1, g - m, m)  (b1 <= 1/2: fma(m - g, b1, g));
+        v = fma(1 - b2, g g, b2 v);  p = fma(-lr / (1 - b1^t), m / (sqrt(v) / sqrt(1 - b2^t) + eps), p).
+    Shapes: p, m, v fp32 [n], g [n] of dtype GRADIENT (none: zero in the last step, too), weight [n] of dtype WEIGHT,
+        records fp32 [steps, 8].
+    Layout: a row of ``segments`` holds the addresses of p, m, v, g, weight (0 for none), n, first record, records.
+        Where m and v are missing, moments are zeros and stay so. Division and root round correctly, nothing else is
+        fused: the bits of torch's foreach kernels. A program is BLOCK elements.
+    """
+    number = tl.program_id(0)
+    row = segments + tl.load(blocks + 2 * number) * COLUMNS
+    start = tl.load(blocks + 2 * number + 1)
+    at = tl.arange(0, BLOCK)
+    mask = at < tl.load(row + 5) - start
+    moments = tl.load(row + 1) != 0
+    p_at = _pointer(tl.load(row), tl.float32, ALIGNED) + start + at
+    m_at = _pointer(tl.load(row + 1), tl.float32, ALIGNED) + start + at
+    v_at = _pointer(tl.load(row + 2), tl.float32, ALIGNED) + start + at
+    p = tl.load(p_at, mask=mask, other=0.0)
+    m = tl.load(m_at, mask=mask & moments, other=0.0)
+    v = tl.load(v_at, mask=mask & moments, other=0.0)
+    gradient = tl.zeros((BLOCK,), dtype=tl.float32)
+    if GRADIENT is not None:
+        given = tl.load(row + 3)
+        g_at = _pointer(given, GRADIENT, ALIGNED) + start + at
+        gradient = tl.load(g_at, mask=mask & (given != 0), other=0.0).to(tl.float32)
+        if CLIP:
+            gradient = gradient * clip
+    first, count = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
+    for step in range(count):
+        scalars = records + (first + step) * SCALARS
+        weight_decay = tl.load(scalars)
+        g = tl.where(step == count - 1, gradient, 0.0)
+        if DECOUPLED:
+            # Where there is no decay torch leaves p alone; times 1 it keeps its bits, too.
+            p = p * tl.load(scalars + 1)
+        else:
+            g = tl.where(weight_decay != 0.0, tl.fma(tl.zeros_like(p) + weight_decay, p, g), g)
+        lerp, square = tl.load(scalars + 2), tl.load(scalars + 4)
+        nearer = tl.zeros_like(m) + lerp
+        m = tl.where(lerp < 0.5, tl.fma(nearer, g - m, m), tl.fma(m - g, 1.0 - nearer, g))
+        v = tl.fma(tl.zeros_like(v) + square, g * g, v * tl.load(scalars + 3))
+        root = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + tl.load(scalars + 5)) + tl.load(scalars + 6)
+        p = tl.fma(tl.zeros_like(p) + tl.load(scalars + 7), tl.div_rn(m, root), p)
+    tl.store(p_at, p, mask=mask)
+    tl.store(m_at, m, mask=mask & moments)
+    tl.store(v_at, v, mask=mask & moments)
+    if WEIGHT is not None:
+        weight = tl.load(row + 4)
+        tl.store(_pointer(weight, WEIGHT, ALIGNED) + start + at, p.to(WEIGHT), mask=mask & (weight != 0))
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(DTYPE))
+
+
+@dataclass(frozen=True)
+class AdamSegment:
+    """Elements that are stepped together (flat, contiguous), and the steps that they take.
+
+    ``m`` and ``v`` None: zeros that stay zeros. ``g``: of the last record. ``weight``: where ``p`` goes, rounded.
+    """
+
+    p: torch.Tensor
+    m: torch.Tensor | None
+    v: torch.Tensor | None
+    records: Sequence[StepRecord]
+    g: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float | None = None) -> None:
+    """Steps segments in one launch; see :func:`paged_adam`. Gradients are multiplied by ``clip`` where it is given.
+
+    Raises:
+        ValueError: a tensor that does not fit, a gradient without moments, a moment without the other one.
+    """
+    segments = [s for s in segments if s.p.numel() and s.records]
+    if not segments:
+        return
+    for segment in segments:
+        _check(segment)
+    tensors = [t for s in segments for t in (s.p, s.m, s.v, s.g, s.weight) if t is not None]
+    device = same_device(tensors)
+    records = [record for segment in segments for record in segment.records]
+    scalars = np.asarray([astuple(StepScalars.of(record)) for record in records], dtype=np.float64)
+    table, first = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64), 0
+    for number, s in enumerate(segments):
+        addresses = [0 if t is None else t.data_ptr() for t in (s.p, s.m, s.v, s.g, s.weight)]
+        table[number] = (*addresses, s.p.numel(), first, len(s.records))
+        first += len(s.records)
+    blocks = blocks_of(table[:, 5], BLOCK)
+    paged_adam[(len(blocks),)](
+        upload(table, device),
+        upload(blocks, device),
+        upload(scalars.astype(np.float32), device),
+        1.0 if clip is None else clip,
+        DECOUPLED=decoupled,
+        CLIP=clip is not None,
+        GRADIENT=_one_dtype("g", [s.g for s in segments]),
+        WEIGHT=_one_dtype("weight", [s.weight for s in segments]),
+        ALIGNED=all_aligned(table[:, :5]),
+        BLOCK=BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,  # a multiplication that is followed by an addition rounds twice, as torch's do
+    )
+
+
+def _check(segment: AdamSegment) -> None:
+    numel = segment.p.numel()
+    require_flat("p", segment.p, dtypes=(torch.float32,))
+    if (segment.m is None) != (segment.v is None):
+        raise ValueError("m and v: one is missing; give both, or none where they are zeros")
+    if segment.m is None and segment.g is not None:
+        raise ValueError("g: a gradient needs m and v to go to")
+    for name, tensor in (("m", segment.m), ("v", segment.v)):
+        if tensor is not None:
+            require_flat(name, tensor, dtypes=(torch.float32,), numel=numel)
+    for name, tensor in (("g", segment.g), ("weight", segment.weight)):
+        if tensor is not None:
+            require_flat(name, tensor, dtypes=tuple(_DTYPES), numel=numel)
+
+
+def _one_dtype(name: str, tensors: Sequence[torch.Tensor | None]) -> tl.dtype | None:
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"{name}: dtypes {', '.join(sorted(map(str, dtypes)))} in one call, must be one")
+    return _DTYPES[dtypes.pop()] if dtypes else None

@@ -1,0 +1,130 @@
+"""Sums over an expert's pages: the second product of the forward, and the input gradient of the first one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale_omni.kernels.checks import require
+from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of
+from megascale_omni.kernels.tiles import TileConfig
+from megascale_omni.kernels.wave import CHAIN_COLUMNS, ITEM_COLUMNS, WaveTables
+
+COLUMNS = tl.constexpr(ITEM_COLUMNS)
+CHAIN = tl.constexpr(CHAIN_COLUMNS)
+
+Matrix = Literal["down", "fc1"]
+
+
+@triton.jit(do_not_specialize_on_alignment=["items", "chains", "tiles"])
+def paged_slice_sum(
+    left,
+    out,
+    carried_in,
+    carried_out,
+    items,
+    chains,
+    tiles,
+    hidden,
+    WIDE: tl.constexpr,
+    SKIP: tl.constexpr,
+    DIVISIBLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The sum over the pages of every expert of a wave, in slice order.
+
+    Formula: out = sum_s left_s W_s, rounded once; a sum that other waves begin or end is carried in fp32.
+    Shapes: left_s [n, WIDE r] for the n tokens of the expert, W_s [WIDE r, hidden], out [N, hidden],
+        carried [n, hidden].
+    Layout: left_s is the page's block of the wave, row-major; W_s begins SKIP r hidden elements into the page (SKIP 0:
+        gate | up rows, 2 or 1: down rows). A program is one tile of n x hidden and walks the expert's pages.
+    """
+    tile, n0 = tl.program_id(0), tl.program_id(1) * BN
+    chain = chains + tl.load(tiles + 2 * tile) * CHAIN
+    m0 = tl.load(tiles + 2 * tile + 1)
+    first, count = tl.load(chain).to(tl.int32), tl.load(chain + 1).to(tl.int32)
+    rows = tl.load(chain + 3).to(tl.int32)
+    rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    in_m, in_n = rm < rows - m0, rn < hidden - n0
+    mask = in_m[:, None] & in_n[None, :]
+    at = m0.to(tl.int64) * hidden + n0 + (rm[:, None] * hidden + rn[None, :])
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    if tl.load(chain + 4) == 0:
+        total = tl.load(carried_in + at, mask=mask, other=0.0)
+    DTYPE: tl.constexpr = left.dtype.element_ty
+    for number in range(first, first + count):
+        row = items + number * COLUMNS
+        address = tl.load(row)
+        tl.device_assert(address != 0, "a page that is not resident is read")
+        page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+        neurons = neurons_of(row, DIVISIBLE)
+        width = WIDE * neurons
+        a_from = left + WIDE * (block_of(row, 5, DIVISIBLE) + m0.to(tl.int64) * neurons)
+        a_at = a_from + (rm[:, None] * width + rk[None, :])
+        w_at = page + SKIP * neurons * hidden + n0 + (rk[:, None] * hidden + rn[None, :])
+        for k in range(0, width, BK):
+            in_k = rk < width - k
+            a = tl.load(a_at + k, mask=in_m[:, None] & in_k[None, :], other=0.0)
+            b = tl.load(w_at + k * hidden, mask=in_k[:, None] & in_n[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+    if tl.load(chain + 5) != 0:
+        out_at = out + tl.load(chain + 2) * hidden + at
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(carried_out + at, total, mask=mask)
+
+
+def launch_slice_sum(
+    *,
+    left: torch.Tensor,
+    out: torch.Tensor,
+    carried_in: torch.Tensor,
+    carried_out: torch.Tensor,
+    wave: WaveTables,
+    shape: PageShape,
+    matrix: Matrix,
+    tile: TileConfig,
+    debug: bool = False,
+) -> None:
+    """Adds up ``left`` times the pages' down or fc1 rows into ``out [N, hidden]``; see :func:`paged_slice_sum`.
+
+    Sums that do not end in this wave go to ``carried_out``, sums that began before it come from ``carried_in`` (fp32,
+    rows of the expert that is cut; the two must not be one buffer). Raises ValueError for a tensor that does not fit.
+    """
+    device = wave.items.device
+    require("left", left, dtype=(torch.float32, torch.bfloat16, torch.float16), device=device)
+    require("out", out, dtype=left.dtype, device=device, shape=(None, shape.hidden))
+    for name, carried in (("carried_in", carried_in), ("carried_out", carried_out)):
+        require(name, carried, dtype=torch.float32, device=device, shape=(None, shape.hidden))
+    if carried_in.data_ptr() == carried_out.data_ptr():
+        raise ValueError("carried_in and carried_out: one buffer; sums of two experts would meet in it")
+    wide = 1 if matrix == "down" else shape.wide
+    if left.numel() < wide * wave.block:
+        raise ValueError(f"left: {left.numel()} elements, the wave needs {wide * wave.block}")
+    if not wave.rows:
+        return
+    paged_slice_sum[(wave.chain_tiles.shape[0], triton.cdiv(shape.hidden, tile.n))](
+        left,
+        out,
+        carried_in,
+        carried_out,
+        wave.items,
+        wave.chains,
+        wave.chain_tiles,
+        shape.hidden,
+        WIDE=wide,
+        SKIP=shape.wide if matrix == "down" else 0,
+        DIVISIBLE=wave.divisible,
+        PRECISION=precision_of(left.dtype),
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        debug=debug,
+        **tile.launch,
+    )

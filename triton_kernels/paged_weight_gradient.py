@@ -1,0 +1,133 @@
+"""Weight gradients of a wave, accumulated in the gradient pages themselves."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale_omni.kernels.checks import require
+from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of
+from megascale_omni.kernels.paged_slice_sum import Matrix
+from megascale_omni.kernels.tiles import TileConfig
+from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
+
+COLUMNS = tl.constexpr(ITEM_COLUMNS)
+
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit(do_not_specialize_on_alignment=["items"])
+def paged_weight_gradient(
+    left,
+    right,
+    index,
+    items,
+    hidden,
+    row_tiles,
+    GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    SKIP: tl.constexpr,
+    INDEX: tl.constexpr,
+    DIVISIBLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The weight gradient of every page of a wave, stored in its gradient page or added to it.
+
+    Formula: dW (+)= round(left^T right[index]), rounded to the operands' dtype, added in the page's dtype.
+    Shapes: left [n, WIDE r] a page, right [N', hidden], index [N] (rows of right; none: the rows themselves),
+        dW [WIDE r, hidden].
+    Layout: left is the page's block of the wave; dW begins SKIP r hidden elements into the gradient page, of dtype
+        GRADIENT. Tokens are summed in ascending order. A program is one tile of r x hidden.
+    """
+    number, m0 = tl.program_id(0) // row_tiles, (tl.program_id(0) % row_tiles) * BM
+    row = items + number * COLUMNS
+    neurons = neurons_of(row, DIVISIBLE)
+    width = WIDE * neurons
+    if m0 >= width:
+        return
+    DTYPE: tl.constexpr = left.dtype.element_ty
+    flagged = tl.load(row + 7)
+    fresh = flagged % 16
+    address = flagged - fresh
+    tl.device_assert(address != 0, "a gradient page that is not resident is written")
+    page = tl.multiple_of(address, 16).to(tl.pointer_type(GRADIENT))
+    rows = tl.load(row + 2).to(tl.int32)
+    n0 = tl.program_id(1) * BN
+    rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    in_m, in_n = rm < width - m0, rn < hidden - n0
+    token = tl.load(row + 1)
+    l_at = left + WIDE * block_of(row, 5, DIVISIBLE) + m0 + (rm[:, None] + rk[None, :] * width)
+    r_at = right + token * hidden + n0 + (rk[:, None] * hidden + rn[None, :])
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, rows, BK):
+        in_k = rk < rows - k
+        if INDEX:
+            source = tl.load(index + token + k + rk, mask=in_k, other=0).to(tl.int64)
+            r_at = right + n0 + source[:, None] * hidden + rn[None, :]
+        a = tl.load(l_at, mask=in_m[:, None] & in_k[None, :], other=0.0)
+        b = tl.load(r_at, mask=in_k[:, None] & in_n[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        l_at += BK * width
+        if not INDEX:
+            r_at += BK * hidden
+    mask = in_m[:, None] & in_n[None, :]
+    at = page + (SKIP * neurons + m0) * hidden + n0 + (rm[:, None] * hidden + rn[None, :])
+    result = total.to(DTYPE).to(tl.float32)
+    if fresh == 0:
+        result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, result.to(GRADIENT), mask=mask)
+
+
+def launch_weight_gradient(
+    *,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    index: torch.Tensor | None,
+    gradient: torch.dtype,
+    wave: WaveTables,
+    shape: PageShape,
+    matrix: Matrix,
+    tile: TileConfig,
+    debug: bool = False,
+) -> None:
+    """Stores or adds the gradients of the pages' down or fc1 rows; see :func:`paged_weight_gradient`.
+
+    ``gradient`` is the dtype of the gradient pages. Raises ValueError for a tensor that does not fit.
+    """
+    device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
+    require("left", left, dtype=floats, device=device)
+    require("right", right, dtype=left.dtype, device=device, shape=(None, shape.hidden))
+    if gradient not in (torch.float32, left.dtype):
+        raise ValueError(f"gradient: dtype {gradient}, must be torch.float32 or {left.dtype}")
+    if index is not None:
+        require("index", index, dtype=(torch.int32, torch.int64), device=device, shape=(None,))
+    wide = 1 if matrix == "down" else shape.wide
+    if left.numel() < wide * wave.block:
+        raise ValueError(f"left: {left.numel()} elements, the wave needs {wide * wave.block}")
+    if not wave.num_items:
+        return
+    row_tiles = triton.cdiv(wide * wave.neurons, tile.m)
+    paged_weight_gradient[(wave.num_items * row_tiles, triton.cdiv(shape.hidden, tile.n))](
+        left,
+        right,
+        index,
+        wave.items,
+        shape.hidden,
+        row_tiles,
+        GRADIENT=_DTYPES[gradient],
+        WIDE=wide,
+        SKIP=shape.wide if matrix == "down" else 0,
+        INDEX=index is not None,
+        DIVISIBLE=wave.divisible,
+        PRECISION=precision_of(left.dtype),
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        debug=debug,
+        **tile.launch,
+    )

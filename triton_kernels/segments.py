@@ -1,0 +1,52 @@
+"""Flat pieces of pages as kernels for elementwise work read them: a table of addresses, and blocks of elements.
+
+A *segment* is consecutive elements of one page (a page, or its weights, or its biases). One launch serves all segments
+of a call; a program works on one block of one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megascale_omni.kernels.checks import ALIGNMENT
+
+
+def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A table on a device; the copy does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(table))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def blocks_of(numels: Sequence[int] | np.ndarray, block: int) -> np.ndarray:
+    """(segment, first element of the block) int64 ``[blocks, 2]``, segments ascending."""
+    numel = np.asarray(numels, dtype=np.int64)
+    counts = -(-numel // block)
+    owner = np.repeat(np.arange(len(numel)), counts)
+    first = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([owner, first * block], axis=1)
+
+
+def same_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of all tensors. Raises ValueError where they have several."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        raise ValueError(f"tensors of one call lie on {', '.join(sorted(map(str, devices)))}, must lie on one device")
+    return devices.pop()
+
+
+def require_flat(name: str, tensor: torch.Tensor, *, dtypes: Sequence[torch.dtype], numel: int | None = None) -> None:
+    """Refuses a segment that is not contiguous, of another dtype or length. Raises ValueError with its name."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)}, must be contiguous")
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name}: {tensor.numel()} elements, must be {numel}")
+
+
+def all_aligned(table: np.ndarray) -> bool:
+    """Whether all addresses (0 for none) are multiples of ``ALIGNMENT``: whole words can be read."""
+    return not (table % ALIGNMENT).any()

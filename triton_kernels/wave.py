@@ -1,0 +1,135 @@
+"""What the paged products of one wave work on, as tables that kernels read.
+
+[Note: wave tables]
+A wave is a list of pages (expert, slice), ascending. Kernels never see page ids: each row of ``items`` holds a page's
+address and where its tokens and blocks lie, so that one launch serves all pages, wherever the arena keeps them. A row
+of ``chains`` is an expert's consecutive pages in the wave, whose products are summed in slice order; a chain that does
+not begin with slice 0 goes on from a carried fp32 sum, and one that does not end with the last slice leaves one. A
+carried sum is the accumulator itself, stored and loaded, so that where a wave ends changes no bit.
+
+Rows are counted in the order of tokens sorted by expert (N), or in the wave (each page's rows one after the other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megascale_omni.kernels.checks import require_address
+
+ITEM_COLUMNS = 8
+"""address of the weight page, first row (N), rows, block (elements of width 1 before it, N), first row (wave), block
+(wave), neurons, address of the gradient page with 1 added where its contents are to be replaced."""
+CHAIN_COLUMNS = 6
+"""first item, items, first row (N), rows, whether it begins with slice 0, whether it ends with the last slice."""
+
+
+@dataclass(frozen=True)
+class WaveItem:
+    """One page of a wave: its rows of tokens, its block of the pre-activations, its addresses (bytes; 0 for none)."""
+
+    expert: int
+    slice: int
+    first_row: int
+    rows: int
+    block: int
+    neurons: int
+    weight_address: int
+    gradient_address: int = 0
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class WaveTables:
+    """The tables of one wave on the device; see [Note: wave tables]."""
+
+    items: torch.Tensor  # int64 [I, ITEM_COLUMNS]
+    chains: torch.Tensor  # int64 [C, CHAIN_COLUMNS]
+    tiles: torch.Tensor  # int32 [T, 2]: (item, first row of the tile in the item)
+    chain_tiles: torch.Tensor  # int32 [T', 2]: (chain, first row of the tile in the chain)
+    rows: int
+    neurons: int  # of the widest page
+    block: int  # elements of width 1 of all blocks
+    divisible: bool  # neurons of every page are multiples of 16: rows of blocks are read in whole words
+
+    @property
+    def num_items(self) -> int:
+        """Pages of the wave."""
+        return self.items.shape[0]
+
+
+def wave_tables(
+    items: Sequence[WaveItem], *, last_slice: int, item_rows: int, chain_rows: int, device: torch.device
+) -> WaveTables:
+    """Builds a wave's tables, for tiles of ``item_rows`` rows of a page and ``chain_rows`` rows of an expert.
+
+    Raises:
+        ValueError: an address that is 0 or not aligned.
+    """
+    table = np.zeros((len(items), ITEM_COLUMNS), dtype=np.int64)
+    chains: list[list[int]] = []
+    row = block = 0
+    for number, item in enumerate(items):
+        require_address(f"weight page of expert {item.expert}, slice {item.slice}", item.weight_address)
+        gradient = item.gradient_address
+        if gradient:
+            require_address(f"gradient page of expert {item.expert}, slice {item.slice}", gradient)
+        table[number] = (
+            item.weight_address,
+            item.first_row,
+            item.rows,
+            item.block,
+            row,
+            block,
+            item.neurons,
+            gradient + int(item.fresh),
+        )
+        if number and items[number - 1].expert == item.expert:
+            chains[-1][1] += 1
+            chains[-1][5] = int(item.slice == last_slice)
+        else:
+            ends = int(item.slice == last_slice)
+            chains.append([number, 1, item.first_row, item.rows, int(item.slice == 0), ends])
+        row += item.rows
+        block += item.rows * item.neurons
+    chain_table = np.asarray(chains, dtype=np.int64).reshape(-1, CHAIN_COLUMNS)
+    return WaveTables(
+        *_upload(table, chain_table, _tiles(table[:, 2], item_rows), _tiles(chain_table[:, 3], chain_rows), device),
+        rows=row,
+        neurons=max((item.neurons for item in items), default=0),
+        block=block,
+        divisible=all(item.neurons % 16 == 0 and item.block % 16 == 0 for item in items),
+    )
+
+
+def _tiles(rows: np.ndarray, block_rows: int) -> np.ndarray:
+    """(owner, first row) of every tile, owners ascending."""
+    counts = -(-rows // block_rows)
+    owner = np.repeat(np.arange(len(rows)), counts)
+    first = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([owner, first * block_rows], axis=1).astype(np.int32)
+
+
+def _upload(
+    items: np.ndarray, chains: np.ndarray, tiles: np.ndarray, chain_tiles: np.ndarray, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All tables in one copy."""
+    words = [
+        items.reshape(-1),
+        chains.reshape(-1),
+        tiles.reshape(-1).view(np.int64),
+        chain_tiles.reshape(-1).view(np.int64),
+    ]
+    flat = torch.from_numpy(np.concatenate(words))
+    if device.type != "cpu":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    parts = flat.split([len(part) for part in words])
+    return (
+        parts[0].view(-1, ITEM_COLUMNS),
+        parts[1].view(-1, CHAIN_COLUMNS),
+        parts[2].view(torch.int32).view(-1, 2),
+        parts[3].view(torch.int32).view(-1, 2),
+    )
