@@ -22,6 +22,15 @@ _PAGING = {
     "megascale_max_lag": "max_lag_steps",
 }
 """Flags and the paging options that they set."""
+_CHECKPOINT = {
+    "megascale_checkpoint_format": "format",
+    "megascale_checkpoint_beside": "beside",
+    "megascale_checkpoint_full_every": "full_every",
+    "megascale_checkpoint_keep": "keep",
+    "megascale_checkpoint_staging": "staging_bytes",
+    "megascale_checkpoint_cpus": "cpus",
+}
+"""Flags and the checkpoint options that they set."""
 
 _DISTRIBUTED = {
     "megascale_dispatcher": "dispatcher",
@@ -101,6 +110,23 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         choices=["stock", "skip"],
         help="steps with non-finite gradients: as stock (default), or left out on all ranks; cmsa leaves them out",
     )
+    group.add_argument(
+        "--megascale-checkpoint-format", choices=["stock", "paged"], help="of what is saved (default stock)"
+    )
+    group.add_argument(
+        "--megascale-checkpoint-beside", choices=["on", "off"], help="write beside training (default off)"
+    )
+    group.add_argument(
+        "--megascale-checkpoint-full-every",
+        type=int,
+        metavar="SAVES",
+        help="store all pages at every n-th save, changed ones between (default 1)",
+    )
+    group.add_argument("--megascale-checkpoint-keep", type=int, metavar="N", help="newest that stay (default all)")
+    group.add_argument(
+        "--megascale-checkpoint-staging", metavar="SIZE", help="memory for copies beside training (default 64MiB)"
+    )
+    group.add_argument("--megascale-checkpoint-cpus", metavar="CORES", help="cores of the writer, e.g. 0,2-4")
     return parser
 
 
@@ -136,7 +162,14 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     clip = {field: getattr(args, name) for name, field in _CLIP.items() if getattr(args, name, None) is not None}
     if "alpha" in clip and clip.get("mode", config.clip.mode) != "cmsa":
         raise ValueError(f"--megascale-cmsa-alpha={clip['alpha']} has no effect without --megascale-clip cmsa; add it")
-    return config.replace("clip", **clip) if clip else config
+    if clip:
+        config = config.replace("clip", **clip)
+    checkpoint = {f: getattr(args, name) for name, f in _CHECKPOINT.items() if getattr(args, name, None) is not None}
+    if "beside" in checkpoint:
+        checkpoint["beside"] = checkpoint["beside"] == "on"
+    if checkpoint:
+        config = config.replace("checkpoint", **checkpoint)
+    return config
 
 
 def enable_from_args(args: argparse.Namespace) -> Runtime | None:

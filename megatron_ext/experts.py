@@ -84,6 +84,7 @@ class MegaScaleExperts(PagedExperts):
         )
         self.config = config
         self.runtime = runtime
+        self._left_out = False
         self.adam: PagedAdam | None = None  # set by the optimizer that steps these pages
         self.expert_parallel = config.expert_model_parallel_size > 1
         if runtime.observation.keeper is not None and self.expert_parallel:
@@ -181,8 +182,19 @@ class MegaScaleExperts(PagedExperts):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Stock's own sharded state dict of these experts; tensors are copies, marked with their source."""
+        if self._left_out:
+            return {}
         result: dict[str, Any] = self.stand_ins(self.dense()).sharded_state_dict(prefix, sharded_offsets, metadata)
         return result
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """While it is open, the sharded state dict has nothing of these experts, and no page is read for it."""
+        self._left_out = True
+        try:
+            yield
+        finally:
+            self._left_out = False
 
     # -- counts
     # ---------------------------------------------------------------------------------------------------------

@@ -150,6 +150,7 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         self.dense = dense
         self.paged = paged
         self.clipping = clipping
+        self.before_step: Callable[[], None] = lambda: None
         self._state = OptimizerState(dense=dense, adam=paged.adam, expert_parallel=expert_parallel, places=places)
 
     @torch.no_grad()
@@ -180,6 +181,11 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
     def count_zeros(self) -> float:
         """Zeros over dense parameters and experts. A collective."""
         return float(self.dense.count_zeros()) + self.paged.count_zeros()
+
+    def step_with_ready_grads(self) -> bool:
+        """As stock; a save that goes on beside training is told before anything changes."""
+        self.before_step()
+        return bool(super().step_with_ready_grads())
 
     def _synchronize_steps(self) -> None:
         """Torch's optimizers count steps by parameter, PagedAdam by itself: there is nothing to align."""

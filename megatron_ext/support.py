@@ -108,6 +108,8 @@ def _check_checkpoints(args: argparse.Namespace) -> None:
     layout = getattr(args, "ckpt_format", None) or "torch_dist"
     if layout != "torch_dist":
         raise ValueError(f"--ckpt-format {layout} is not supported with --megascale; use --ckpt-format torch_dist")
+    if getattr(args, "megascale_checkpoint_format", None) == "paged":
+        return
     reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
     if getattr(args, "use_distributed_optimizer", False) and not reshardable:
         raise ValueError(

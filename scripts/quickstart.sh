@@ -6,7 +6,7 @@
 set -euo pipefail
 
 readonly OUT=out/quickstart
-readonly STEPS=120 BLOCKS=12 # a minute or two on two cores; the loss falls by about half
+readonly STEPS=90 BLOCKS=9 # the loss falls by half
 
 usage() { sed -n '2,5s/^# \{0,1\}//p' "$0"; }
 

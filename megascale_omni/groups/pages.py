@@ -62,6 +62,7 @@ class TravellingPages:
                 style="sequential",
                 products=context.products,
                 workspace=context.workspace,
+                backend=context.backend,
             )
         self._guests.manager.set_plane_dtype(self._guests.pages, Plane.GRADIENT, dtypes[Plane.GRADIENT])
         self._guests.requires_grad_(self.experts.trainable)

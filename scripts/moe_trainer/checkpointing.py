@@ -116,7 +116,7 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
     common: dict[str, Any] = {}
     trainer.distributed.agree(lambda: common.update(_read_common(path)))
     with_optimizer, with_rng = not (args.finetune or args.no_load_optim), not (args.finetune or args.no_load_rng)
-    trainer.distributed.agree(lambda: _check_shape(args, common, path, with_optimizer=with_optimizer))
+    trainer.distributed.agree(lambda: check_shape(args, common["args"], path, with_optimizer=with_optimizer))
     metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with_rng = with_rng and _same_layout(args, common["args"])
@@ -127,7 +127,7 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
         chunk.load_state_dict(state[name])
     if with_optimizer:
         trainer.optimizer.load_state_dict(state["optimizer"])
-        _load_schedule(trainer, state["opt_param_scheduler"])
+        load_schedule(trainer, state["opt_param_scheduler"])
     else:
         trainer.optimizer.reload_model_params()
     if with_rng:
@@ -138,7 +138,8 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
     torch.distributed.barrier()
 
 
-def _load_schedule(trainer: "Trainer", state: dict[str, Any]) -> None:
+def load_schedule(trainer: "Trainer", state: dict[str, Any]) -> None:
+    """Continue the learning-rate schedule. UsageError where the checkpoint's is another one."""
     try:
         trainer.scheduler.load_state_dict(state)
     except AssertionError as error:
@@ -201,7 +202,7 @@ def _state_dict(
     with_rng = not args.no_save_rng if with_rng is None else with_rng
     state: dict[str, Any] = {}
     if not loading:
-        saved = argparse.Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
+        saved = argparse.Namespace(**{name: value for name, value in vars(args).items() if is_plain(value)})
         saved.consumed_train_samples, saved.consumed_valid_samples = trainer.consumed_samples, 0
         saved.skipped_train_samples = 0
         state.update(args=saved, checkpoint_version=_VERSION, iteration=trainer.iteration)
@@ -215,10 +216,10 @@ def _state_dict(
     return state
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
     """Whether `torch.load` accepts the value without unpickling code."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -271,8 +272,15 @@ def _read_common(path: Path) -> dict[str, Any]:
     return common
 
 
-def _check_shape(args: argparse.Namespace, common: dict[str, Any], path: Path, *, with_optimizer: bool) -> None:
-    saved = common["args"]
+def check_shape(
+    args: argparse.Namespace,
+    saved: argparse.Namespace,
+    path: Path,
+    *,
+    with_optimizer: bool,
+    elastic: bool = False,
+) -> None:
+    """Refuse a checkpoint whose arguments `saved` do not fit; an `elastic` one fits every layout. UsageError."""
     missing = object()
     different = [
         f"{name} {getattr(saved, name)} (here {getattr(args, name)})"
@@ -286,11 +294,13 @@ def _check_shape(args: argparse.Namespace, common: dict[str, Any], path: Path, *
     if not with_optimizer:
         return
     remedy = "use its settings, or load the weights alone with --no-load-optim"
-    for name in ("use_distributed_optimizer", "optimizer", "bf16"):
+    for name in ("optimizer", "bf16") if elastic else ("use_distributed_optimizer", "optimizer", "bf16"):
         if getattr(saved, name, getattr(args, name)) != getattr(args, name):
             raise UsageError(f"the checkpoint {path} was saved with {name}={getattr(saved, name)}: {remedy}")
     if getattr(saved, "no_save_optim", False):
         raise UsageError(f"the checkpoint {path} was saved with --no-save-optim: load it with --no-load-optim")
+    if elastic:
+        return
     layouts = ["expert_model_parallel_size"]
     if args.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False):
         layouts += ["pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]

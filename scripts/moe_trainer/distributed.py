@@ -100,8 +100,15 @@ def _init_process_group(args: argparse.Namespace) -> None:
             args.distributed_backend, store=store, rank=0, world_size=1, timeout=_timeout(args)
         )
     else:
+        found, _, _ = next(torch.distributed.rendezvous("env://", rank, world_size, timeout=_timeout(args)))
+        # A launcher that starts the ranks anew keeps its store, with the addresses of those that ended in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         torch.distributed.init_process_group(
-            args.distributed_backend, rank=rank, world_size=world_size, timeout=_timeout(args)
+            args.distributed_backend,
+            store=torch.distributed.PrefixStore(f"attempt {attempt}", found),
+            rank=rank,
+            world_size=world_size,
+            timeout=_timeout(args),
         )
 
 

@@ -66,6 +66,7 @@ def _iterate(trainer: Trainer, metrics: Metrics) -> str:
         _validate(trainer, metrics)
     if args.save is not None and saved != trainer.iteration:
         _save(trainer, metrics)
+    trainer.finish_saves()
     return reason
 
 

@@ -24,7 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 import megatron_ext
 from megatron_ext import cpu
 
-from . import checkpointing
+from . import checkpointing, paged_checkpoints
 from .batches import Batch, BatchSource
 from .distributed import Distributed
 from .errors import LocalUsageError, UsageError
@@ -82,6 +82,7 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self._param_sync_paused = False
+        self._checkpoints: paged_checkpoints.TrainerCheckpoints | None = None
         if not args.cuda:
             cpu.enable()
         self.distributed = Distributed(args)
@@ -147,10 +148,14 @@ class Trainer:
 
     def train_step(self) -> StepResult:
         """Make one training iteration."""
+        if self._checkpoints is not None:
+            self._checkpoints.poll()
         start = time.perf_counter()
         learning_rate = self.learning_rate
         loss = self.forward_backward()
         result = self.optimizer_step()
+        if self.args.save is not None and paged_checkpoints.is_wanted(self.args):
+            self._paged(self.args.save).record(loss, learning_rate)
         norm = self._parameter_norm() if self.args.log_params_norm else None
         if self.args.cuda:
             torch.cuda.synchronize()
@@ -338,16 +343,38 @@ class Trainer:
         if self.args.save is None:
             raise UsageError("there is nowhere to save: give --save FOLDER")
         with self._all_parameters_here():
+            if paged_checkpoints.is_wanted(self.args):
+                return self._paged(self.args.save).save()
             return checkpointing.save(self, self.args.save)
 
     def load(self) -> None:
         """Continue from the checkpoint under `--load`, if there is one. Raises UsageError if it is of another shape."""
         if self.args.load is None:
             raise UsageError("there is nothing to load: give --load FOLDER")
-        checkpointing.load(self, self.args.load)
+        if not paged_checkpoints.is_there(self.args.load):
+            checkpointing.load(self, self.args.load)
+            return
+        checkpoints = self._paged(self.args.load)
+        checkpoints.load()
+        if self.args.save != self.args.load:
+            checkpoints.close()
+            self._checkpoints = None
+
+    def _paged(self, folder: str) -> paged_checkpoints.TrainerCheckpoints:
+        if self._checkpoints is None:
+            self._checkpoints = paged_checkpoints.TrainerCheckpoints(self, folder)
+        return self._checkpoints
+
+    def finish_saves(self) -> None:
+        """Wait for a save that goes on beside training."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
 
     def close(self) -> None:
         """Take down what this trainer made: model, optimizer, plug-in, Megatron's groups. CPU patches stay in force."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
         for chunk in self.__dict__.get("model", []):
             # Parts of model and optimizer keep tensors, whose graph keeps the wrapper's hooks, and the wrapper would
             # keep them: a cycle through autograd that no collector sees, with all process groups and threads in it.

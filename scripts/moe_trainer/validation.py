@@ -261,7 +261,8 @@ def _check_paths(args: argparse.Namespace) -> None:
         raise UsageError("--tensorboard-dir needs the tensorboard package: install the extra 'dev' of this project")
     if args.save_interval is not None and args.save is None:
         raise UsageError("--save-interval needs --save FOLDER")
-    if args.load is not None and not Path(args.load).is_dir():
+    # What is saved and loaded in one place begins empty; a restarted run finds what it left there.
+    if args.load is not None and args.load != args.save and not Path(args.load).is_dir():
         raise UsageError(f"--load {args.load} is no folder")
 
 

@@ -250,7 +250,7 @@ def test_every_option_is_documented_with_its_default() -> None:
     assert documented.keys() == defaults.keys()
     for key, default in defaults.items():
         shown = parse_bytes(documented[key], key=key) if key.endswith("_bytes") else documented[key]
-        written = "none" if default is None else "true" if default is True else default
+        written = "none" if default is None else str(default).lower() if isinstance(default, bool) else default
         assert shown == (written if key.endswith("_bytes") else str(written)), key
 
 

@@ -69,7 +69,7 @@ def load_unchecked(rank: int, world: int, *, corpus: str, options: str, folder: 
     with trainer(corpus, options, megascale=True) as run:
         losses(run, 1)
         before = state_of(run)
-        with mock.patch.object(checkpointing, "_check_shape"), pytest.raises(ValueError) as error:
+        with mock.patch.object(checkpointing, "check_shape"), pytest.raises(ValueError) as error:
             checkpointing.load(run, folder)
         # Weights are loaded before the optimizer is asked (in fp32 they are the masters), and stock reads dense moments
         # straight into the optimizer; experts' state, steps and groups are the adapter's to keep.

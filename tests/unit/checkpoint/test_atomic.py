@@ -10,7 +10,7 @@ from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, Save
 from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.filesystem import LocalFileSystem
 from megascale_omni.checkpoint.store import list_checkpoints
-from tests.unit.checkpoint.crashing import DISKS, Crash, RecordingFiles
+from scripts.measurements.checkpoint_disks import DISKS, Crash, RecordingFiles
 
 VALUES = torch.arange(12.0).view(3, 4)
 

@@ -1,0 +1,190 @@
+"""The project's own checkpoints for a Megatron run: saves, loads, and what goes on between steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+
+from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
+from megascale_omni.checkpoint.journal import Journal
+from megascale_omni.checkpoint.ranks import GroupRanks
+from megascale_omni.config import CheckpointConfig
+from megatron_ext.checkpoint_state import (
+    OPTIMIZER,
+    RNG,
+    coordinates,
+    experts_pieces,
+    frozen_names,
+    layout,
+    model_pieces,
+    model_places,
+    optimizer_pieces,
+    restore_rng,
+    rng_pieces,
+)
+from megatron_ext.distributed import MegaScaleDDP
+from megatron_ext.optimizer import MegaScaleChainedOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: iteration, plain values of its own (data, arguments), the learning-rate schedule's state."""
+
+    iteration: int
+    values: Mapping[str, Any]
+    schedule: Mapping[str, Any] | None
+
+
+class PagedCheckpoints:
+    """Checkpoints of one run under ``root``. Every method but :meth:`close` is a collective of all ranks.
+
+    ``chunks`` and ``optimizer`` are what stock's classes became with MegaScale enabled. While a save goes on beside
+    training, the optimizer and the pages' managers tell it before they change anything.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        chunks: Sequence[MegaScaleDDP],
+        optimizer: MegaScaleChainedOptimizer,
+        config: CheckpointConfig,
+    ) -> None:
+        self.config = config
+        self._chunks, self._optimizer = tuple(chunks), optimizer
+        self._checkpointer = Checkpointer(
+            root,
+            ranks=GroupRanks(),
+            keep=config.keep,
+            staging_bytes=config.staging_bytes,
+            cpus=config.cpu_set(),
+        )
+        self._saves = 0
+        self._managers = {experts.manager for chunk in chunks for experts in chunk.paged_experts}
+        optimizer.before_step = self._checkpointer.before_step
+        for manager in self._managers:
+            manager.before_write = self._checkpointer.before_write
+        self._journal = Journal(root, layout=layout()) if self._checkpointer.ranks.rank == 0 else None
+
+    def record(self, iteration: int, *, loss: float, learning_rate: float, position: int) -> None:
+        """Writes a step down, or proves that one that is made again is what it was. Not a collective."""
+        if self._journal is not None:
+            self._journal.record(iteration, loss=loss, learning_rate=learning_rate, position=position)
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training waited for the last save beside it, after it had begun."""
+        return self._checkpointer.last_stall_seconds
+
+    def save(self, position: Position, *, include_optimizer: bool = True, include_rng_state: bool = True) -> Path:
+        """Writes a checkpoint, or begins to, with ``config.beside``.
+
+        Raises:
+            SaveError: the checkpoint could not be written; one beside training is told by :meth:`poll` instead.
+        """
+        request = SaveRequest(
+            tag=f"iter_{position.iteration:07d}",
+            step=position.iteration,
+            values={
+                "run": dict(position.values),
+                "schedule": None if position.schedule is None else dict(position.schedule),
+                "optimizer": include_optimizer,
+                "rng": include_rng_state,
+                "clipping": None if self._optimizer.clipping is None else self._optimizer.clipping.state_dict(),
+            },
+            layout=layout(),
+            versions={"megatron-core": megatron.core.__version__},
+            full=self._saves % self.config.full_every == 0,
+            include_optimizer=include_optimizer,
+            coordinates=coordinates(),
+        )
+        state = self._state(include_optimizer=include_optimizer, include_rng_state=include_rng_state)
+        self._saves += 1
+        if self.config.beside:
+            self._tell(self._checkpointer.save_beside(state, request))
+            return self._checkpointer.store.root / request.tag
+        return self._checkpointer.save(state, request)
+
+    def _state(self, *, include_optimizer: bool, include_rng_state: bool, opened: Opened | None = None) -> RankState:
+        places = model_places(self._chunks)
+        tensors = model_pieces(places)
+        if include_optimizer:
+            stored = None if opened is None else opened.dense
+            tensors += optimizer_pieces(self._optimizer, places, stored=stored)
+        if include_rng_state:
+            tensors += rng_pieces()
+        return RankState(tensors, experts_pieces(self._chunks, self._optimizer), self._optimizer.paged.adam)
+
+    def poll(self) -> None:
+        """To be called between steps: makes a save beside training count; a failure is an error in the log."""
+        self._tell(self._checkpointer.poll())
+
+    def finish(self) -> None:
+        """Waits for the save under way."""
+        self._tell(self._checkpointer.finish())
+
+    def _tell(self, problem: str | None) -> None:
+        if problem is not None:
+            self._saves = 0  # nothing to build an increment on
+            if self._checkpointer.ranks.rank == 0:
+                logger.error("%s; training goes on", problem)
+
+    def load(
+        self,
+        *,
+        tag: str | None = None,
+        include_optimizer: bool = True,
+        include_rng_state: bool = True,
+        check: Callable[[Position], None] = lambda position: None,
+    ) -> Position | None:
+        """Loads the newest whole checkpoint, or the one named ``tag``, in place; None where there is none.
+
+        ``check`` may refuse a position before anything is loaded.
+
+        Raises:
+            CheckpointError: damaged. ValueError: it does not fit; nothing has been loaded then.
+        """
+        opened = self._checkpointer.open(tag)
+        if opened is None:
+            return None
+        values = opened.manifest.values
+        position = Position(opened.manifest.step, values["run"], values["schedule"])
+        check(position)
+        if include_optimizer and not values["optimizer"]:
+            raise ValueError(f"checkpoint {opened.folder} has no optimizer state: load it with --no-load-optim")
+        state = self._state(include_optimizer=include_optimizer, include_rng_state=False, opened=opened)
+        ignored: tuple[str, ...] = (RNG,) if include_optimizer else (RNG, OPTIMIZER)
+        if include_optimizer:
+            frozen = self._frozen_on_all_ranks(opened, state)
+            ignored += frozen
+        self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
+        if not include_optimizer:
+            self._optimizer.reload_model_params()
+        elif self._optimizer.clipping is not None and values["clipping"] is not None:
+            self._optimizer.clipping.load_state_dict(values["clipping"])
+        if include_rng_state and values["rng"]:
+            lost = restore_rng(opened.dense, opened.manifest.layout)
+            if lost is not None and self._checkpointer.ranks.rank == 0:
+                logger.warning("checkpoint %s: %s", opened.folder, lost)
+        return position
+
+    def _frozen_on_all_ranks(self, opened: Opened, state: RankState) -> tuple[str, ...]:
+        names = self._checkpointer.ranks.gather(frozen_names(opened.dense, state.tensors))
+        frozen = tuple(sorted(set().union(*names)))
+        if frozen and self._checkpointer.ranks.rank == 0:
+            logger.warning("checkpoint %s: optimizer state of frozen parameters is left out: %s", opened.folder, frozen)
+        return frozen
+
+    def close(self) -> None:
+        """Ends the writer; a save that no rank waited for does not count."""
+        self._checkpointer.close()
+        self._optimizer.before_step = lambda: None
+        for manager in self._managers:
+            manager.before_write = lambda page_ids: None
