@@ -22,6 +22,9 @@ from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN
 ProductsChoice = Literal["auto", "blas", "onednn"]
 CheckpointFormat = Literal["stock", "paged"]
 BackendChoice = Literal["auto", "torch", "triton"]
+Dispatcher = Literal["stock", "groups"]
+Move = Literal["auto", "tokens", "pages"]
+Discovery = Literal["allgather", "gossip"]
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -130,6 +133,34 @@ class ComputeConfig:
         if self.cpu_products not in get_args(ProductsChoice):
             known = ", ".join(get_args(ProductsChoice))
             raise ValueError(f"compute.cpu_products={self.cpu_products!r} is unknown; choose one of {known}")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How tokens reach experts on other ranks.
+
+    Attributes:
+        dispatcher: ``stock`` (the one that the framework is configured with), or ``groups``: each token once to each
+            rank, partial results summed there.
+        move: what travels to meet, with ``groups``: ``tokens``, ``pages`` of experts, or ``auto``, for each expert what
+            costs less.
+        discovery: how ranks tell each other their counts: ``allgather``, or ``gossip`` in ceil(log2 ranks) rounds.
+        group_cache: memberships that are remembered.
+    """
+
+    dispatcher: Dispatcher = "stock"
+    move: Move = "auto"
+    discovery: Discovery = "allgather"
+    group_cache: int = 64
+
+    def __post_init__(self) -> None:
+        for key, choices in (("dispatcher", Dispatcher), ("move", Move), ("discovery", Discovery)):
+            if getattr(self, key) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise ValueError(f"distributed.{key}={getattr(self, key)!r} is unknown; choose one of {known}")
+        size = self.group_cache
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"distributed.group_cache={size!r} must be a whole number of entries, 1 or more")
 
 
 @dataclass(frozen=True)
@@ -278,6 +309,7 @@ class MegaScaleConfig:
 
     paging: PagingConfig = field(default_factory=PagingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     heat: HeatConfig = field(default_factory=HeatConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)

@@ -32,6 +32,13 @@ _CHECKPOINT = {
 }
 """Flags and the checkpoint options that they set."""
 
+_DISTRIBUTED = {
+    "megascale_dispatcher": "dispatcher",
+    "megascale_move": "move",
+    "megascale_discovery": "discovery",
+}
+"""Flags and the options of the distributed section that they set."""
+
 _OBSERVE = {"megascale_trace": "trace", "megascale_report": "report"}
 """Flags and what they have written down."""
 
@@ -65,6 +72,19 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--megascale-cpu-products",
         choices=["auto", "blas", "onednn"],
         help="library of fp32 products on a CPU (default auto: oneDNN where the processor is not Intel's)",
+    )
+    group.add_argument(
+        "--megascale-dispatcher",
+        choices=["stock", "groups"],
+        help="how tokens reach experts: stock's dispatcher (default), or each token once to each rank",
+    )
+    group.add_argument(
+        "--megascale-move",
+        choices=["auto", "tokens", "pages"],
+        help="what travels with --megascale-dispatcher groups (default auto: what costs less)",
+    )
+    group.add_argument(
+        "--megascale-discovery", choices=["allgather", "gossip"], help="how ranks exchange counts (default allgather)"
     )
     group.add_argument(
         "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
@@ -129,6 +149,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         paging["prefetch"] = paging["prefetch"] == "on"
     if paging:
         config = config.replace("paging", **paging)
+    given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}
+    if given_distributed:
+        config = config.replace("distributed", **given_distributed)
     if getattr(args, "megascale_cpu_products", None) is not None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
     if getattr(args, "megascale_backend", None) is not None:

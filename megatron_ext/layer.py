@@ -1,4 +1,4 @@
-"""The MoE layer: stock's router, dispatcher and shared experts around paged experts."""
+"""The MoE layer: stock's router and shared experts around paged experts; stock's dispatcher, or ours."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import dataclasses
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext import support
+from megatron_ext.dispatcher import GroupsTokenDispatcher
 from megatron_ext.experts import MegaScaleExperts
 from megatron_ext.patches import active_runtime
+from megatron_ext.runtime import Runtime
 
 
 class MegaScaleMoELayer(MoELayer):
-    """Stock's MoE layer with :class:`MegaScaleExperts` in place of its experts module."""
+    """Stock's MoE layer with :class:`MegaScaleExperts` in place of its experts module, and perhaps its dispatcher."""
 
     def __init__(
         self,
@@ -26,12 +29,20 @@ class MegaScaleMoELayer(MoELayer):
     ) -> None:
         support.check("model", config)
         assert submodules is not None
-        paged = ModuleSpec(
-            module=MegaScaleExperts, params={"stock_spec": submodules.experts, "runtime": active_runtime()}
-        )
+        runtime = active_runtime()
+        paged = ModuleSpec(module=MegaScaleExperts, params={"stock_spec": submodules.experts, "runtime": runtime})
         super().__init__(
             config=config,
             submodules=dataclasses.replace(submodules, experts=paged),
             layer_number=layer_number,
             pg_collection=pg_collection,
         )
+        if runtime.config.distributed.dispatcher == "groups":
+            self._use_groups(runtime, pg_collection or get_default_pg_collection())
+
+    def _use_groups(self, runtime: Runtime, groups: ProcessGroupCollection) -> None:
+        experts = self.experts
+        assert isinstance(experts, MegaScaleExperts)
+        self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options())
+        if self.use_shared_expert and self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)

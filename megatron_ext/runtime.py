@@ -11,6 +11,7 @@ from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
+from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.manager import ExpertManager
@@ -46,6 +47,11 @@ class Runtime:
     def schedule(self) -> Schedule:
         """The announced schedule."""
         return self.manager.schedule
+
+    def group_options(self) -> GroupOptions:
+        """How the groups dispatcher finds and serves groups."""
+        options = self.config.distributed
+        return GroupOptions(move=options.move, discovery=options.discovery, cache=options.group_cache)
 
     def provisional_path(self) -> str:
         """A unique path for a module that does not know its place in the model yet."""

@@ -24,14 +24,16 @@ def two_sides(*, ep: int, **options: Any) -> tuple[Side, Side]:
     return build(megascale=False, ep=ep, **options), build(megascale=True, ep=ep, **options)
 
 
-def differences(stock: dict[str, torch.Tensor], paged: dict[str, torch.Tensor]) -> list[str]:
-    """Names that one side lacks, or whose tensors differ by more than 1e-4 of their norm (see unit tests' traps)."""
+def differences(
+    stock: dict[str, torch.Tensor], paged: dict[str, torch.Tensor], *, tolerance: float = 1e-4
+) -> list[str]:
+    """Names that one side lacks, or whose tensors differ by more than that of their norm (see unit tests' traps)."""
     found = sorted(stock.keys() ^ paged.keys())
     for name in stock.keys() & paged.keys():
         nan = torch.isnan(stock[name])
         same_nan = torch.equal(nan, torch.isnan(paged[name]))
         first, second = (torch.where(nan, 0.0, tensor.double()) for tensor in (stock[name], paged[name]))
-        if not same_nan or not (first - second).norm() <= 1e-4 * first.norm() + 1e-9:
+        if not same_nan or not (first - second).norm() <= tolerance * first.norm() + 1e-9:
             found.append(f"{name}: {float((first - second).norm())} of {float(first.norm())}")
     return found
 

@@ -135,7 +135,6 @@ def transformer_config(*, ep: int, bias: bool, gated: bool, dtype: torch.dtype, 
         moe_ffn_hidden_size=FFN,
         num_moe_experts=EXPERTS,
         moe_router_topk=2,
-        moe_router_load_balancing_type="none",
         moe_token_dispatcher_type=dispatcher,
         expert_model_parallel_size=ep,
         add_bias_linear=bias,
@@ -143,7 +142,12 @@ def transformer_config(*, ep: int, bias: bool, gated: bool, dtype: torch.dtype, 
         activation_func=F.silu if gated else F.gelu,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        **{"gradient_accumulation_fusion": False, "bias_activation_fusion": False, **more},
+        **{
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+            "moe_router_load_balancing_type": "none",
+            **more,
+        },
     )
 
 
@@ -165,11 +169,13 @@ def build(
     poison: bool = False,
     overrides: dict[str, float] | None = None,
     stay_enabled: bool = False,
+    groups: dict[str, object] | None = None,
     **config: Any,
 ) -> Side:
     """A side from the same seed as every other; parallel state (``fresh_parallel_state``) exists already.
 
-    MegaScale is disabled afterwards unless ``stay_enabled``.
+    MegaScale is disabled afterwards unless ``stay_enabled``. ``groups``: options of the groups dispatcher, which is
+    then used; ``dispatcher`` is stock's.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -187,7 +193,10 @@ def build(
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     dtype = torch.bfloat16 if bf16 else torch.float32
     if megascale:
-        runtime = megatron_ext.enable(MegaScaleConfig().replace("paging", page_size_bytes=page_size))
+        chosen = MegaScaleConfig().replace("paging", page_size_bytes=page_size)
+        if groups is not None:
+            chosen = chosen.replace("distributed", dispatcher="groups", **groups)
+        runtime = megatron_ext.enable(chosen)
         runtime.manager.arena.poison = poison
     try:
         settings = transformer_config(ep=ep, bias=bias, gated=gated, dtype=dtype, dispatcher=dispatcher, **config)

@@ -1,0 +1,196 @@
+"""The dispatcher's core: tokens to experts and back, once per rank, for any training framework.
+
+    trip = dispatcher.depart(x_Th, map_TE, probs_TE)    # counts are exchanged, the plan is made, rows travel
+    y_Nh = experts(trip.x_Nh, trip.counts, trip.probs_N)
+    output_Th = trip.back(y_Nh)
+
+Shapes: T tokens of this rank, E experts of all ranks, N pairs (token, expert) of this rank's experts, sorted by expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megascale_omni.experts.module import PagedExperts
+from megascale_omni.groups.cache import GroupCache
+from megascale_omni.groups.channel import Channel
+from megascale_omni.groups.discovery import Discovery, discover
+from megascale_omni.groups.functions import exchange, gather, sum_rows
+from megascale_omni.groups.pages import TravellingPages
+from megascale_omni.groups.plan import Demand, ExpertGroups, Move, Plan, TravelCosts, make_groups, make_plan
+from megascale_omni.groups.rows import (
+    ReceivedRows,
+    SendRows,
+    mask_bytes,
+    only_expert_counts,
+    received_rows,
+    send_rows,
+    sorted_by_expert,
+)
+from megascale_omni.topology.links import LinkCosts
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How groups are found and served.
+
+    Attributes:
+        move: tokens, pages, or for each expert what is cheaper. discovery: how counts are exchanged.
+        links: seconds between ranks of the group; None: bytes decide. cache: entries of the group cache.
+    """
+
+    move: Move = "auto"
+    discovery: Discovery = "allgather"
+    links: LinkCosts | None = None
+    cache: int = 64
+
+
+@dataclass
+class GroupDispatcher:
+    """Dispatches the tokens of one module.
+
+    Args:
+        channel: the expert-parallel group. num_experts: of all ranks, the same number on each.
+        columns: the routing's column for each (rank, local expert) slot; None where they are in this order.
+        experts: the module whose pages may travel; None: tokens travel, whatever the options say.
+    """
+
+    channel: Channel
+    num_experts: int
+    options: GroupOptions = field(default_factory=GroupOptions)
+    columns: torch.Tensor | None = None
+    experts: PagedExperts | None = None
+
+    def __post_init__(self) -> None:
+        self.local_experts = self.num_experts // self.channel.size
+        self.owners_E = np.repeat(np.arange(self.channel.size), self.local_experts)
+        self.cache: GroupCache[ExpertGroups] = GroupCache(self.options.cache)
+        self.calls = 0
+        self._costs: dict[tuple[int, int], TravelCosts] = {}
+        first = self.channel.rank * self.local_experts
+        self.pages = None if self.experts is None else TravellingPages(self.experts, self.channel, first=first)
+
+    def depart(self, x_Th: torch.Tensor, map_TE: torch.Tensor, probs_TE: torch.Tensor) -> Trip:
+        """Exchanges counts, makes the plan and sends every token once to each rank that it needs.
+
+        ``map_TE`` (bool) and ``probs_TE`` are the router's; gradients reach ``x_Th`` and ``probs_TE``.
+        """
+        map_TE = map_TE if self.columns is None else map_TE.index_select(1, self.columns)
+        sent = send_rows(map_TE, ranks=self.channel.size, columns=self.columns)
+        plan = self._plan(map_TE, sent, x_Th)
+        rows_P = plan.demand.rows_PP[:, self.channel.rank]
+        if plan.moves:
+            kept_E = torch.from_numpy(plan.keeps_token_rows(self.channel.rank)).to(map_TE.device)
+            sent = send_rows(map_TE & kept_E, ranks=self.channel.size, columns=self.columns)
+            told = torch.tensor(sent.rows, dtype=torch.int32, device=map_TE.device)
+            rows_P = discover(told, self.channel, self.options.discovery)[:, self.channel.rank]
+        trip = Trip(self, plan, sent, map_TE, x_Th, probs_TE, tuple(rows_P.tolist()))
+        self.calls += 1
+        return trip
+
+    def _plan(self, map_TE: torch.Tensor, sent: SendRows, x_Th: torch.Tensor) -> Plan:
+        size, experts = self.channel.size, self.num_experts
+        vector = torch.cat(
+            [
+                map_TE.sum(0),
+                only_expert_counts(map_TE, ranks=size),
+                torch.tensor(sent.rows, device=map_TE.device),
+            ]
+        ).to(torch.int32)
+        demand = Demand.from_vectors(discover(vector, self.channel, self.options.discovery), experts=experts)
+        active_PE = demand.counts_PE > 0
+        groups = self.cache.get(
+            np.packbits(active_PE).tobytes(), step=self.calls, make=lambda: make_groups(active_PE, self.owners_E)
+        )
+        move: Move = "tokens" if self.pages is None else self.options.move
+        return make_plan(demand, groups, self._travel_costs(x_Th), move)
+
+    def _travel_costs(self, x_Th: torch.Tensor) -> TravelCosts:
+        hidden, width = x_Th.shape[1], x_Th.element_size()
+        key = (hidden, width)
+        if key not in self._costs:
+            row_bytes = 4 * hidden * width + mask_bytes(self.local_experts) + 8
+            expert_bytes = 0 if self.pages is None else 3 * self.pages.expert_numel * width
+            links = self.options.links or LinkCosts.uniform(self.channel.size)
+            self._costs[key] = TravelCosts(row_bytes, expert_bytes, links)
+        return self._costs[key]
+
+
+class Trip:
+    """Tokens on their way through one forward of a module.
+
+    Attributes: x_Nh, probs_N, counts: what this rank's experts get. plan: of this call.
+    """
+
+    def __init__(
+        self,
+        dispatcher: GroupDispatcher,
+        plan: Plan,
+        sent: SendRows,
+        map_TE: torch.Tensor,
+        x_Th: torch.Tensor,
+        probs_TE: torch.Tensor,
+        rows: tuple[int, ...],
+    ) -> None:
+        self.plan = plan
+        self._dispatcher, self._channel, self._sent, self._rows = dispatcher, dispatcher.channel, sent, rows
+        pairs = tuple(plan.pairs_PP[:, self._channel.rank].tolist())
+        channel = self._channel
+        self._arrived_Rh = exchange(gather(x_Th, sent.segments), channel, sent.rows, rows)
+        self._mask_RB = channel.exchange(sent.mask_RB, sent.rows, rows)
+        wire_N = exchange(probs_TE.reshape(-1).index_select(0, sent.pairs_N), channel, sent.pairs, pairs)
+        self._wire_N = wire_N
+        self._guest_inputs = self._guests(map_TE, x_Th, probs_TE) if self._involved else None
+        self._received: ReceivedRows | None = None
+
+    @property
+    def _involved(self) -> bool:
+        return any(move.involves(self._channel.rank) for move in self.plan.moves)
+
+    def arrive(self) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
+        """Tokens ``[N, h]`` sorted by local expert, counts of each, probabilities ``[N]``."""
+        self._received = received_rows(self._mask_RB, local_experts=self._dispatcher.local_experts)
+        x_Nh = gather(self._arrived_Rh, self._received.segments)
+        probs_N = self._wire_N.index_select(0, self._received.wire_N)
+        del self._arrived_Rh, self._mask_RB, self._wire_N
+        return x_Nh, self._received.counts, probs_N
+
+    def partial_sums(self, y_Nh: torch.Tensor) -> torch.Tensor:
+        """Outputs of this rank's experts summed to one row for each row that came."""
+        assert self._received is not None
+        return sum_rows(y_Nh, self._received.segments)
+
+    def send_back(self, y_Rh: torch.Tensor) -> torch.Tensor:
+        """Partial sums go home; returns those of this rank's tokens."""
+        return exchange(y_Rh, self._channel, self._rows, self._sent.rows)
+
+    def finish(self, home_Rh: torch.Tensor) -> torch.Tensor:
+        """Outputs ``[T, h]``: the sums of each token's rows, and of the experts whose pages came here."""
+        output_Th = sum_rows(home_Rh, self._sent.segments)
+        if self._guest_inputs is None:
+            return output_Th
+        assert self._dispatcher.pages is not None
+        x_Gh, probs_G, counts, chosen = self._guest_inputs
+        y_Gh = self._dispatcher.pages.apply(x_Gh, probs_G, counts, self.plan)
+        return output_Th + sum_rows(y_Gh, chosen.segments)
+
+    def back(self, y_Nh: torch.Tensor) -> torch.Tensor:
+        """The whole way home."""
+        return self.finish(self.send_back(self.partial_sums(y_Nh)))
+
+    def _guests(
+        self, map_TE: torch.Tensor, x_Th: torch.Tensor, probs_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], ReceivedRows]:
+        """Tokens of this rank for experts whose pages come here, sorted by expert."""
+        moved = torch.tensor([move.expert for move in self.plan.moves], device=map_TE.device)
+        away_M = torch.tensor([move.owner != self._channel.rank for move in self.plan.moves], device=map_TE.device)
+        chosen = sorted_by_expert(map_TE.index_select(1, moved) & away_M)
+        columns = self._dispatcher.columns
+        column_M = moved if columns is None else columns[moved]
+        column_G = column_M.repeat_interleave(torch.tensor(chosen.counts, device=map_TE.device))
+        places_G = chosen.row_N * map_TE.shape[1] + column_G
+        probs_G = probs_TE.reshape(-1).index_select(0, places_G)
+        return gather(x_Th, chosen.segments), probs_G, chosen.counts, chosen

@@ -1,0 +1,279 @@
+"""Pages that travel: an expert's weights go to the ranks whose tokens chose it, its gradients come back to its owner.
+
+Experts travel in batches of four, by ascending expert. The pages of the next batch are on their way while the current
+one is computed. Only owner and members take part; each of them meets the transfers of a pair of ranks in one order, so
+that overlapping groups cannot wait for each other in a circle.
+
+[Note: guests]
+A member computes a visiting expert with the same code as its own: a small ``PagedExperts`` module, with pages in an
+arena of its own that no budget counts, holds one batch of visitors. They are gone when the batch is done; the backward
+fetches the weights again, as recomputation would. What a guest's backward writes into its gradient pages travels home
+and is added there in ascending order of members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megascale_omni.experts.module import PagedExperts
+from megascale_omni.groups.channel import Channel, Transfer, Transfers
+from megascale_omni.groups.plan import PAGE_BATCH, PageMove, Plan
+from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.planes import Plane
+
+Batch = tuple[PageMove, ...]
+
+
+class TravellingPages:
+    """The page travel of one module on one rank.
+
+    Args:
+        experts: the module, with the experts of this rank. channel: its expert-parallel group.
+        first: the number of this rank's first expert among all experts.
+    """
+
+    def __init__(self, experts: PagedExperts, channel: Channel, *, first: int) -> None:
+        self.experts = experts
+        self.channel = channel
+        self.first = first
+        self._guests: PagedExperts | None = None
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of one expert, all pages."""
+        layout = self.experts.layout
+        return sum(layout.page_numel(slice_) for slice_ in range(layout.num_slices))
+
+    @property
+    def guests(self) -> PagedExperts:
+        """The module that computes visitors (see [Note: guests]), with the gradient dtype of the experts today."""
+        context, dtypes = self.experts.context, self.experts.pages.dtypes
+        if self._guests is None:
+            self._guests = PagedExperts(
+                manager=ExpertManager(device=self.experts.manager.arena.device),
+                path="guests",
+                layout=self.experts.layout,
+                num_experts=PAGE_BATCH,
+                dtypes={plane: dtypes[plane] for plane in (Plane.WEIGHT, Plane.GRADIENT)},
+                activation=context.activation,
+                style="sequential",
+                products=context.products,
+                workspace=context.workspace,
+                backend=context.backend,
+            )
+        self._guests.manager.set_plane_dtype(self._guests.pages, Plane.GRADIENT, dtypes[Plane.GRADIENT])
+        self._guests.requires_grad_(self.experts.trainable)
+        return self._guests
+
+    def apply(self, x_Gh: torch.Tensor, probs_G: torch.Tensor, counts: Sequence[int], plan: Plan) -> torch.Tensor:
+        """Outputs ``[G, h]`` of tokens that stay here, sorted by visiting expert; ``counts`` of each of the moves.
+
+        To be called by every rank that a move involves, with or without tokens of its own.
+        """
+        visit = _Visit.of(self, counts, plan)
+        result: torch.Tensor = _Travel.apply(x_Gh, probs_G, self.experts._anchor, visit)
+        return result
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def weights_of(self, move: PageMove) -> torch.Tensor:
+        """A copy of an expert's weight pages, caught up with the optimizer."""
+        experts = self.experts
+        flat = torch.empty(
+            self.expert_numel, dtype=experts.pages.dtypes[Plane.WEIGHT], device=experts.manager.arena.device
+        )
+        for name, part in self._parts(move.expert - self.first, flat):
+            experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+            with experts.lease(Plane.WEIGHT, [name]) as lease:
+                part.copy_(lease.page(*name))
+        return flat
+
+    def start_weights(self, batch: Batch) -> tuple[Transfers, dict[int, torch.Tensor]]:
+        """Sends and receives the weights of a batch; the tensors that arrive here, by expert."""
+        transfers: list[Transfer] = []
+        arriving: dict[int, torch.Tensor] = {}
+        for move in batch:
+            if move.owner == self.channel.rank:
+                flat = self.weights_of(move)
+                transfers += [Transfer(peer, flat, True) for peer in move.members]
+            elif self.channel.rank in move.members:
+                weight = self.experts.pages.dtypes[Plane.WEIGHT]
+                flat = torch.empty(self.expert_numel, dtype=weight, device=self.experts.manager.arena.device)
+                arriving[move.expert] = flat
+                transfers.append(Transfer(move.owner, flat, False))
+        return self.channel.transfer(transfers), arriving
+
+    def welcome(self, batch: Batch, arrived: dict[int, torch.Tensor]) -> PagedExperts:
+        """The guests' module with the weights of a batch; visitor ``i`` is the batch's move ``i``."""
+        guests = self.guests
+        manager = guests.manager
+        present = [i for i, move in enumerate(batch) if move.expert in arrived]
+        manager.create(guests.pages, Plane.WEIGHT, present)
+        for place in present:
+            for name, part in self._parts(place, arrived[batch[place].expert]):
+                with guests.lease(Plane.WEIGHT, [name]) as lease:
+                    lease.page(*name).copy_(part)
+        return guests
+
+    def farewell(self) -> None:
+        """Drops all visitors."""
+        guests = self.guests
+        for plane in (Plane.WEIGHT, Plane.GRADIENT):
+            ids = guests.manager.ids(guests.pages, plane, range(PAGE_BATCH))
+            guests.manager.drop(ids[guests.manager.table.tier[ids] != 0])
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def gradients_of(self, place: int) -> torch.Tensor:
+        """A copy of a visitor's gradient pages; zeros where it got none."""
+        guests = self.guests
+        flat = torch.zeros(
+            self.expert_numel, dtype=guests.pages.dtypes[Plane.GRADIENT], device=guests.manager.arena.device
+        )
+        present = guests.manager.present(guests.pages, Plane.GRADIENT)
+        for name, part in self._parts(place, flat):
+            if present[name]:
+                with guests.lease(Plane.GRADIENT, [name]) as lease:
+                    part.copy_(lease.page(*name))
+        return flat
+
+    def start_gradients(self, batch: Batch) -> tuple[Transfers, dict[int, list[torch.Tensor]]]:
+        """Sends visitors' gradients home; the tensors that arrive here, by expert, members ascending."""
+        transfers: list[Transfer] = []
+        arriving: dict[int, list[torch.Tensor]] = {}
+        dtype, device = self.experts.pages.dtypes[Plane.GRADIENT], self.experts.manager.arena.device
+        for place, move in enumerate(batch):
+            if move.owner == self.channel.rank:
+                arriving[move.expert] = [
+                    torch.empty(self.expert_numel, dtype=dtype, device=device) for _ in move.members
+                ]
+                transfers += [
+                    Transfer(peer, flat, False) for peer, flat in zip(move.members, arriving[move.expert], strict=True)
+                ]
+            elif self.channel.rank in move.members:
+                transfers.append(Transfer(move.owner, self.gradients_of(place), True))
+        return self.channel.transfer(transfers), arriving
+
+    def take_home(self, arrived: dict[int, list[torch.Tensor]]) -> None:
+        """Adds gradients that came home to this rank's pages."""
+        experts = self.experts
+        for expert, gradients in sorted(arrived.items()):
+            for flat in gradients:
+                for name, part in self._parts(expert - self.first, flat):
+                    ids = experts.page_ids(Plane.GRADIENT, [name])
+                    new = experts.manager.create_ids(experts.pages, Plane.GRADIENT, ids)
+                    with experts.lease(Plane.GRADIENT, [name]) as lease:
+                        page = lease.page(*name)
+                        if len(new):
+                            page.copy_(part)
+                        else:
+                            page.add_(part)
+                        lease.mark_dirty()
+
+    def _parts(self, expert: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        layout = self.experts.layout
+        sizes = [layout.page_numel(slice_) for slice_ in range(layout.num_slices)]
+        for slice_, part in enumerate(flat.split(sizes)):
+            yield (expert, slice_), part
+
+
+@dataclass
+class _Visit:
+    """One call: the batches that involve this rank, and which rows belong to each."""
+
+    pages: TravellingPages
+    batches: list[Batch]
+    rows: list[tuple[int, int]]
+    counts: list[list[int]]
+    graphs: list[tuple[torch.Tensor, ...] | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pages: TravellingPages, counts: Sequence[int], plan: Plan) -> _Visit:
+        count_of = {move.expert: count for move, count in zip(plan.moves, counts, strict=True)}
+        batches, rows, of_batch, start = [], [], [], 0
+        for batch in plan.batches():
+            mine = [count_of[move.expert] for move in batch]
+            if any(move.involves(pages.channel.rank) for move in batch):
+                batches.append(batch)
+                rows.append((start, start + sum(mine)))
+                of_batch.append(mine + [0] * (PAGE_BATCH - len(mine)))
+            start += sum(mine)
+        return cls(pages, batches, rows, of_batch)
+
+
+class _Travel(torch.autograd.Function):
+    """``(x [G, h], probs [G], anchor) -> y [G, h]``; each batch's part of the graph is kept and run in the backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        x_Gh: torch.Tensor,
+        probs_G: torch.Tensor,
+        anchor: torch.Tensor,
+        visit: _Visit,
+    ) -> torch.Tensor:
+        pages, y_Gh = visit.pages, torch.empty_like(x_Gh)
+        keep = any(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
+        coming = pages.start_weights(visit.batches[0]) if visit.batches else None
+        for number, batch in enumerate(visit.batches):
+            assert coming is not None
+            coming[0].wait()
+            guests = pages.welcome(batch, coming[1])
+            if number + 1 < len(visit.batches):
+                coming = pages.start_weights(visit.batches[number + 1])
+            rows = slice(*visit.rows[number])
+            visit.graphs.append(None)
+            if rows.stop > rows.start:
+                with torch.set_grad_enabled(keep):
+                    x_nh = x_Gh[rows].detach().requires_grad_(keep)
+                    probs_n = probs_G[rows].detach().requires_grad_(keep)
+                    y_nh = guests(x_nh, visit.counts[number], probs_n)
+                y_Gh[rows] = y_nh.detach()
+                if keep:
+                    visit.graphs[-1] = (x_nh, probs_n, y_nh)
+            pages.farewell()
+        ctx.visit = visit  # type: ignore[attr-defined]
+        return y_Gh
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, gy_Gh: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        visit: _Visit = ctx.visit  # type: ignore[attr-defined]
+        pages = visit.pages
+        gx_Gh = torch.empty_like(gy_Gh)
+        gprobs_G: torch.Tensor | None = None
+        train = bool(ctx.needs_input_grad[2])  # type: ignore[attr-defined]
+        coming = pages.start_weights(visit.batches[0]) if visit.batches else None
+        home: tuple[Transfers, dict[int, list[torch.Tensor]]] | None = None
+        for number, batch in enumerate(visit.batches):
+            assert coming is not None
+            coming[0].wait()
+            pages.welcome(batch, coming[1])
+            if number + 1 < len(visit.batches):
+                coming = pages.start_weights(visit.batches[number + 1])
+            graph, rows = visit.graphs[number], slice(*visit.rows[number])
+            if graph is not None:
+                x_nh, probs_n, y_nh = graph
+                gx_nh, gprobs_n = torch.autograd.grad(y_nh, (x_nh, probs_n), gy_Gh[rows].contiguous())
+                gx_Gh[rows] = gx_nh
+                if gprobs_G is None:
+                    gprobs_G = gprobs_n.new_zeros(gy_Gh.shape[0])
+                gprobs_G[rows] = gprobs_n
+                visit.graphs[number] = None
+            if home is not None:
+                home[0].wait()
+                pages.take_home(home[1])
+            home = pages.start_gradients(batch) if train else None
+            pages.farewell()
+        if home is not None:
+            home[0].wait()
+            pages.take_home(home[1])
+        needs = ctx.needs_input_grad  # type: ignore[attr-defined]
+        anchor_gradient = gy_Gh.new_zeros(()) if needs[2] else None
+        if gprobs_G is None and needs[1]:
+            gprobs_G = gy_Gh.new_zeros(gy_Gh.shape[0])
+        return (gx_Gh if needs[0] else None, gprobs_G if needs[1] else None, anchor_gradient, None)

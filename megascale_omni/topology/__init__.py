@@ -1,0 +1,1 @@
+"""Where ranks are and what links between them cost: levels, placement, simulator."""

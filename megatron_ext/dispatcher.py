@@ -1,0 +1,104 @@
+"""The groups dispatcher behind stock's protocol: once per rank, tokens or pages (``--megascale-dispatcher groups``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megascale_omni.groups.channel import Channel
+from megascale_omni.groups.dispatch import GroupDispatcher, GroupOptions, Trip
+from megatron_ext.experts import MegaScaleExperts
+
+
+class GroupsTokenDispatcher(MoETokenDispatcher):
+    """Takes the place of stock's dispatcher; computes the same from the same routing map and probabilities.
+
+    Capacity, padding and dropping are in the routing map that the router hands over, so no case of its own is needed
+    for them here.
+
+    Args:
+        experts: this rank's experts. config, pg_collection: as stock's. options: how groups are found and served.
+
+    Raises:
+        ValueError: experts cut by tensor parallelism, or padding for quantized products.
+    """
+
+    def __init__(
+        self,
+        experts: MegaScaleExperts,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        options: GroupOptions,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        if config.moe_router_padding_for_quantization:
+            raise ValueError(
+                "moe_router_padding_for_quantization is not supported with --megascale-dispatcher groups; leave it out"
+            )
+        assert config.num_moe_experts is not None
+        self.core = GroupDispatcher(Channel(self.ep_group), config.num_moe_experts, options=options, experts=experts)
+        self._trip: Trip | None = None
+        self._routing: torch.Tensor | None = None
+        self._shape: torch.Size | None = None
+
+    @property
+    def trip(self) -> Trip:
+        """The forward that is under way."""
+        if self._trip is None:
+            raise RuntimeError("tokens were not dispatched")
+        return self._trip
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the routing; ``hidden_states`` become ``[T, h]``."""
+        self._shape = hidden_states.shape
+        self._routing = routing_map
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        return hidden_states.view(-1, hidden_states.shape[-1]), probs
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts, plan, rows."""
+        assert self._routing is not None
+        self._trip = self.core.depart(hidden_states, self._routing, probs)
+        self._routing = None
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens sorted by local expert, counts, probabilities."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        x_Nh, counts, probs_N = self.trip.arrive()
+        return x_Nh, torch.tensor(counts), probs_N
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Partial sums of the experts here."""
+        return self.trip.partial_sums(hidden_states)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Partial sums go home."""
+        return self.trip.send_back(hidden_states)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sums of each token, in the shape that came."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+        assert self._shape is not None
+        output = self.trip.finish(hidden_states).view(self._shape)
+        self._trip = None
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output
+
+    def metrics(self) -> dict[str, Any]:
+        """What the groups did so far."""
+        cache = self.core.cache
+        return {"group_cache_hits": cache.hits, "group_cache_misses": cache.misses}
