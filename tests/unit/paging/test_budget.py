@@ -115,7 +115,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_works():
     needs = {slot_class: ClassNeed(pages=100, floor=10)}
     message = (
         r"device budget 40959 bytes is too small: .* needs 40960 bytes \(10\.0% of all pages\); "
-        r"use --megascale-device-budget 40960 or more, or smaller pages \(--megascale-page-size\)"
+        r"use --megascale-device-budget 40960 or more$"  # these pages are as small as pages can be
     )
     with pytest.raises(ValueError, match=message):
         check_budget(Budget(nbytes=40959), needs)
@@ -124,6 +124,12 @@ def test_a_budget_that_is_too_small_names_the_one_that_works():
     with pytest.raises(ValueError, match="too small"):
         check_budget(Budget(fraction=0.09), needs)
     check_budget(Budget(fraction=0.1), needs)
+
+
+def test_smaller_pages_are_the_other_remedy_where_there_are_any():
+    needs = {SlotClass(FP32, 1 << 20): ClassNeed(pages=100, floor=10)}
+    with pytest.raises(ValueError, match=r"or more, or smaller pages \(--megascale-page-size\)$"):
+        check_budget(Budget(nbytes=1), needs)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
