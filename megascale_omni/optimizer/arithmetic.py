@@ -103,6 +103,10 @@ class StepScalars:
 class _InSteps:
     """Missed steps first, then the one with a gradient: for arithmetics without a pass for both."""
 
+    def idle(self: AdamArithmetic, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, record: StepRecord) -> None:
+        """See :class:`AdamArithmetic`."""
+        self.replay(p=p, m=m, v=v, records=(record,))
+
     def advance(
         self: AdamArithmetic,
         *,
@@ -139,10 +143,6 @@ class _UnfusedAdam(_InSteps):
             m_c.lerp_(g_c, scalars.lerp)
             v_c.mul_(scalars.beta2).addcmul_(g_c, g_c, value=scalars.square)
             _update(p_c, m_c, v_c, scalars, work)
-
-    def idle(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, record: StepRecord) -> None:
-        """See :class:`AdamArithmetic`."""
-        self.replay(p=p, m=m, v=v, records=(record,))
 
     def replay(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, records: Sequence[StepRecord]) -> None:
         """See :class:`AdamArithmetic`. Each chunk goes through all records before the next is read."""
@@ -201,10 +201,6 @@ class _FusedAdam(_InSteps):
         """See :class:`AdamArithmetic`."""
         check_tensors(p=p, m=m, v=v, g=g)
         self._kernel(p, m, v, g, record)
-
-    def idle(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, record: StepRecord) -> None:
-        """See :class:`AdamArithmetic`."""
-        self.replay(p=p, m=m, v=v, records=(record,))
 
     def replay(self, *, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, records: Sequence[StepRecord]) -> None:
         """See :class:`AdamArithmetic`. Each chunk goes through all records before the next is read."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from scripts.measuring.stepped import SteppedParameters
-
-if TYPE_CHECKING:
-    from megascale_omni.paging.manager import ExpertManager
+from scripts.moe_trainer import paging
 
 
 def is_expert_parameter(name: str) -> bool:
@@ -55,17 +52,9 @@ def _tensors_of(parameter: torch.nn.Parameter, steppers: SteppedParameters) -> I
         yield from (v for v in stepped.state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
-def page_managers(model: Sequence[torch.nn.Module]) -> list[ExpertManager]:
-    """The page managers behind a model; none where it is stock."""
-    from megascale_omni.experts.module import PagedExperts
-
-    modules = (module for chunk in model for module in chunk.modules() if isinstance(module, PagedExperts))
-    return list(dict.fromkeys(module.manager for module in modules))
-
-
 def resident_expert_bytes(model: Sequence[torch.nn.Module], optimizer: object) -> int:
     """Bytes of this rank's resident expert state, in pages or as stock keeps it."""
-    managers = page_managers(model)
+    managers = paging.managers(model)
     if managers:
         return sum(sum(manager.resident_bytes().values()) for manager in managers)
     return stock_expert_bytes(model, optimizer)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.comparison.limited import Limited, train_under_limit
+from scripts.comparison.limited import TARGET, Limited, train_under_limit
 from scripts.comparison.result import MEGASCALE, STOCK, Comparison, Run, paged_name
 from scripts.comparison.worker import Made, Step, Totals
 from scripts.measuring.environment import measured_environment
@@ -14,7 +14,6 @@ from scripts.measuring.memory import MemorySampler
 from scripts.measuring.processes import Workers
 from scripts.measuring.progress import Progress, say
 
-TARGET = "scripts.comparison.worker:TrainingRun"
 STEP_TIMEOUT_SECONDS = 300.0
 
 

@@ -92,12 +92,9 @@ class TrainingRun:
 
     def totals(self) -> Totals:
         """Peaks and counters so far."""
-        from scripts.comparison.expert_state import page_managers
+        from scripts.moe_trainer import paging
 
-        counters: dict[str, int] = {}
-        for manager in page_managers(self._trainer.model):
-            for name, value in manager.stats().items():
-                counters[name] = counters.get(name, 0) + value
+        counters = paging.counters(self._trainer.model) or {}
         return Totals(
             peak_rss_bytes=peak_resident_bytes(),
             expert_state_peak_bytes=self._expert_state_peak,
@@ -112,9 +109,9 @@ class TrainingRun:
 
         Stock's state is as large at the end of a step, where looking at it costs no measured time.
         """
-        from scripts.comparison.expert_state import page_managers
+        from scripts.moe_trainer import paging
 
-        if not page_managers(self._trainer.model):
+        if not paging.managers(self._trainer.model):
             return
         step = self._trainer.optimizer_step
 

@@ -13,24 +13,12 @@ from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.planes import Plane
-from scripts.measurements.paging_model import Model, Task, Trained
+from scripts.measurements.paging_model import Model, Trained
+from scripts.measurements.paging_overlap import TASK
 from scripts.measuring.progress import say
 from scripts.measuring.statistics import summarize
 
-_HIT = Task(
-    modules=4,
-    experts=16,
-    active=16,
-    tokens=128,
-    hidden=128,
-    ffn=512,
-    rows=512,
-    bias=False,
-    micro_batches=1,
-    evaluate=False,
-    batch_bytes=2 * 2**20,
-    blas=False,
-)
+_HIT = replace(TASK, tokens=128, hidden=128, ffn=512)
 _WARMUP, _STEPS = 8, 40
 _MISSED = 100
 _REPETITIONS = 9

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 from unittest import mock
 
-from scripts.comparison.limited import Limited, train_under_limit
+from scripts.comparison.limited import TARGET, Limited, train_under_limit
 from scripts.measurements.rows import Context
 from scripts.measuring.processes import Workers
 from scripts.measuring.progress import say
@@ -56,7 +56,7 @@ class BudgetRuns:
 
     def train(self, budget: str | None, io: Io, folder: str) -> Trained:
         """A few steps and an evaluation under a device budget (None: every page resident)."""
-        from scripts.comparison.expert_state import page_managers
+        from scripts.moe_trainer import paging
         from scripts.moe_trainer.arguments import parse_args
         from scripts.moe_trainer.trainer import Trainer
 
@@ -71,7 +71,7 @@ class BudgetRuns:
                     result = trainer.train_step()
                     numbers += [result.loss, result.grad_norm]
                 numbers.append(trainer.evaluate())
-                evicted = sum(m.stats().get("pages_evicted", 0) for m in page_managers(trainer.model))
+                evicted = sum(m.stats().get("pages_evicted", 0) for m in paging.managers(trainer.model))
         return Trained(tuple(numbers), evicted)
 
 
@@ -152,9 +152,8 @@ def trained_at(context: Context, factor: int, *, limit_bytes: int, budget: str) 
     with tempfile.TemporaryDirectory(prefix="megascale-paging-") as folder:
         paged = [*flags, "--megascale", "--megascale-device-budget", budget, "--megascale-disk-path", folder]
         paged += ["--megascale-page-size", "2MiB"]
-        target = "scripts.comparison.worker:TrainingRun"
         say(f"    stock without a limit, {layers} layers, {layers * _STATE_BYTES_A_LAYER / 2**30:.1f} GiB of state")
-        with Workers(target, ranks=1, threads=2, name="stock", arguments={"flags": flags}) as workers:
+        with Workers(TARGET, ranks=1, threads=2, name="stock", arguments={"flags": flags}) as workers:
             (steps,) = workers.call("train", steps=_LIMITED_STEPS, timeout_seconds=_TIMEOUT_SECONDS)
         return train_under_limit(
             {"stock": flags, "megascale": paged},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
 
 def managers(model: Sequence[torch.nn.Module]) -> list[ExpertManager]:
     """This rank's page managers; none where experts are stock's."""
-    found = (experts.manager for chunk in model for experts in getattr(chunk, "paged_experts", ()))
-    return list(dict.fromkeys(found))
+    from megascale_omni.experts.module import PagedExperts
+
+    modules = (module for chunk in model for module in chunk.modules() if isinstance(module, PagedExperts))
+    return list(dict.fromkeys(module.manager for module in modules))
 
 
 def places(model: Sequence[torch.nn.Module]) -> dict[str, object] | None:
@@ -51,8 +54,7 @@ def counters(model: Sequence[torch.nn.Module]) -> dict[str, int] | None:
     moving = [manager for manager in managers(model) if manager.pager.can_evict]
     if not moving:
         return None
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for manager in moving:
-        for name, value in manager.stats().items():
-            total[name] = total.get(name, 0) + value
+        total.update(manager.stats())
     return dict(sorted(total.items()))

@@ -1,7 +1,5 @@
 """What a run says about its pages."""
 
-from types import SimpleNamespace
-
 import torch
 
 from megascale_omni.paging.budget import Budget
@@ -13,7 +11,7 @@ TASK = Task(steps=1)
 
 
 def chunks(model: Model) -> list[torch.nn.Module]:
-    return [torch.nn.Linear(1, 1), SimpleNamespace(paged_experts=model.modules)]  # type: ignore[list-item]
+    return [torch.nn.Linear(1, 1), torch.nn.ModuleList(model.modules)]
 
 
 def test_a_run_without_pages_says_nothing():
