@@ -325,9 +325,14 @@ def restore_rng(dense: DenseIndex, saved: Mapping[str, int]) -> str | None:
     return lost
 
 
-def frozen_names(dense: DenseIndex, pieces: Sequence[TensorPiece]) -> tuple[str, ...]:
-    """Stored optimizer state of parameters that the model has and that nothing steps."""
-    stepped = {piece.name.split(".", 2)[2] for piece in pieces if piece.name.startswith(OPTIMIZER)}
+def state_names(pieces: Sequence[TensorPiece]) -> tuple[set[str], set[str]]:
+    """Keys of this rank's part of the model, and those of them whose state it steps."""
     model = {piece.name.removeprefix(MODEL) for piece in pieces if piece.name.startswith(MODEL)}
+    stepped = {piece.name.split(".", 2)[2] for piece in pieces if piece.name.startswith(OPTIMIZER)}
+    return model, stepped
+
+
+def frozen_names(dense: DenseIndex, *, model: set[str], stepped: set[str]) -> list[str]:
+    """Stored optimizer state of parameters that the whole model has and that no rank steps."""
     names = (name for name in dense.tensors if name.startswith(OPTIMIZER))
-    return tuple(n for n in names if (key := n.split(".", 2)[2]) in model and key not in stepped)
+    return sorted(n for n in names if (key := n.split(".", 2)[2]) in model and key not in stepped)
