@@ -18,12 +18,14 @@ from megascale_omni.checkpoint.journal import Journal
 from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
 from megatron_ext.checkpoint_state import (
+    OBJECT,
     OPTIMIZER,
     RNG,
     KeyPlace,
     coordinates,
     experts_pieces,
     frozen_names,
+    innermost,
     layout,
     model_pieces,
     model_places,
@@ -104,6 +106,7 @@ class PagedCheckpoints:
                 "schedule": None if position.schedule is None else dict(position.schedule),
                 "optimizer": include_optimizer,
                 "rng": include_rng_state,
+                "stock": self._optimizer.described_state() if include_optimizer else None,
                 "clipping": None if self._optimizer.clipping is None else self._optimizer.clipping.state_dict(),
             },
             layout=layout(),
@@ -124,6 +127,7 @@ class PagedCheckpoints:
             self._places = _Places.of(self._chunks)
         places = self._places.places
         tensors = model_pieces(places)
+        tensors += self._places.markers if opened is None else []
         if include_optimizer:
             stored = None if opened is None else opened.dense
             tensors += optimizer_pieces(self._optimizer, places, stored=stored)
@@ -170,7 +174,7 @@ class PagedCheckpoints:
         if include_optimizer and not values["optimizer"]:
             raise ValueError(f"checkpoint {opened.folder} has no optimizer state: load it with --no-load-optim")
         state = self._state(include_optimizer=include_optimizer, include_rng_state=False, opened=opened)
-        ignored: tuple[str, ...] = (RNG,) if include_optimizer else (RNG, OPTIMIZER)
+        ignored: tuple[str, ...] = (RNG, OBJECT) if include_optimizer else (RNG, OBJECT, OPTIMIZER)
         frozen = self._frozen(opened, state) if include_optimizer else []
         ignored += tuple(frozen)
         self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
@@ -218,11 +222,12 @@ class _Places:
 
     tensors: tuple[torch.Tensor, ...]
     places: list[tuple[torch.Tensor, list[KeyPlace]]]
+    markers: list[TensorPiece]
 
     @classmethod
     def of(cls, chunks: Sequence[MegaScaleDDP]) -> _Places:
         """Asks stock."""
-        return cls(_tensors(chunks), model_places(chunks))
+        return cls(_tensors(chunks), *model_places(chunks))
 
     def still_hold(self, chunks: Sequence[MegaScaleDDP]) -> bool:
         """Whether no parameter or buffer has been replaced."""
@@ -231,4 +236,5 @@ class _Places:
 
 
 def _tensors(chunks: Sequence[MegaScaleDDP]) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+    models = [innermost(chunk) for chunk in chunks]  # stock's wrapper has other things named buffers
+    return tuple(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))

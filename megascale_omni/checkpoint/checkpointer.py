@@ -127,7 +127,10 @@ class Checkpointer:
 
     def close(self) -> None:
         """Gives up what is under way and ends the writer. Not a collective."""
+        pending, self._pending = self._pending, None
         self._writer.close()
+        if pending is not None and pending.snapshot is not None:
+            pending.snapshot.end()
 
     def _begin(self, state: RankState, request: SaveRequest, *, beside: bool) -> Pending:
         draft, base = self._draft(request)
@@ -144,8 +147,7 @@ class Checkpointer:
                 snapshot.end()
         else:
             written = submit(lambda: files.write(snapshot))
-        needs = {} if base is None else needs_of(files.pages, base.found)
-        return Pending(request, draft, written, files.pages, state.experts, needs, submit, snapshot)
+        return Pending(request, draft, written, files, state.experts, base, submit, snapshot)
 
     def _draft(self, request: SaveRequest) -> tuple[Path, Base | None]:
         """Makes the draft; with it the base that all ranks have."""
@@ -168,10 +170,11 @@ class Checkpointer:
 
     def _settle(self, pending: Pending) -> None:
         """Waits for all ranks' files, and lets rank 0 make the draft count, or remove it."""
-        part = Part([], binding_of(self.ranks.rank, pending.request, pending.experts), pending.needs)
+        part = Part([], binding_of(self.ranks.rank, pending.request, pending.experts), {})
         error: str | None = None
         try:
             part.records.extend(pending.written.result())
+            part.needs.update({} if pending.base is None else needs_of(pending.files.pages, pending.base.found))
         except Exception as failed:
             error = described(failed)
         if pending.snapshot is not None:
@@ -204,7 +207,7 @@ class Checkpointer:
             self._base = None
             return self._sentence(pending.request, problem)
         assert found is not None
-        self._base = Base(found, as_seen_later(pending.pages, found.manifest.tag))
+        self._base = Base(found, as_seen_later(pending.files.pages, found.manifest.tag))
         return None
 
     # -- loading -------------------------------------------------------------------------------------------------------

@@ -110,10 +110,10 @@ def write(
     Raises:
         OSError: of the file system. RuntimeError: chunks of another size than announced.
     """
-    digest, size = digests.new(digest_name), 0
+    digest, size, header = digests.new(digest_name), 0, _header(entries)
     file = files.create(folder / path)
     try:
-        for batch in _batches(_all_bytes(entries)):
+        for batch in _batches(_all_bytes(header, entries)):
             file.write(*batch)
             for data in batch:
                 digest.update(data)
@@ -122,14 +122,14 @@ def write(
         file.sync()
     finally:
         file.close()
-    expected = len(_header(entries)) + sum(entry.nbytes for entry in entries)
+    expected = len(header) + sum(entry.nbytes for entry in entries)
     if size != expected:
         raise RuntimeError(f"{path}: {size} bytes were written where {expected} were announced")
     return FileRecord(path, size, f"{digest_name}:{digest.hexdigest()}")
 
 
-def _all_bytes(entries: Sequence[Entry]) -> Iterator[Data]:
-    yield _header(entries)
+def _all_bytes(header: bytes, entries: Sequence[Entry]) -> Iterator[Data]:
+    yield header
     for entry in entries:
         for chunk in entry.chunks:
             yield chunk()

@@ -120,7 +120,7 @@ class LocalFile:
         while rest:
             total = sum(map(len, rest))
             try:
-                count = os.pwritev(self._fd, rest, self._written)
+                count = os.pwritev(self._fd, [part.data for part in rest], self._written)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise

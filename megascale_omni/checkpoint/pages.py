@@ -70,11 +70,34 @@ class StoredPage:
 
 @dataclass(frozen=True)
 class PagesPlan:
-    """What a rank writes: entries of its data file, its index, and the stored pages as the next increment sees them."""
+    """What a rank writes, as the state is now.
 
+    Attributes:
+        entries: of its data file ``path``. listed: pages, with each plane's number among the entries, or its place in
+        an earlier checkpoint. modules, optimizer: of the index.
+    """
+
+    path: str
     entries: list[Entry]
-    index: bytes
-    pages: dict[PageAt, StoredPage]
+    listed: list[tuple[PageAt, int, int, dict[str, Place | int]]]
+    modules: dict[str, Any]
+    optimizer: dict[str, Any] | None
+
+    def stored(self) -> dict[PageAt, StoredPage]:
+        """The pages as the index has them, and as the next increment sees them. On any thread, at any time."""
+        written = places(self.path, self.entries)
+        return {
+            at: StoredPage(at, stop, last, {k: written[p] if isinstance(p, int) else p for k, p in planes.items()})
+            for at, stop, last, planes in self.listed
+        }
+
+    def index(self, stored: Mapping[PageAt, StoredPage]) -> bytes:
+        """The index. On any thread, at any time."""
+        pages = [
+            [*page.at, page.stop, page.last_step, {label: place.as_list() for label, place in page.planes.items()}]
+            for page in stored.values()
+        ]
+        return json.dumps({"modules": self.modules, "pages": pages, "optimizer": self.optimizer}).encode()
 
 
 def plan(
@@ -112,12 +135,8 @@ def plan(
             # Frozen experts miss no step: nothing is applied to them.
             last = adam.num_steps if frozen and adam is not None else int(columns.last_step[row])
             pages.append((at, neurons.stop, last, planes))
-    written = places(path, entries)
-    stored = {
-        at: StoredPage(at, stop, last, {k: written[p] if isinstance(p, int) else p for k, p in planes.items()})
-        for at, stop, last, planes in pages
-    }
-    return PagesPlan(entries, _index(pieces, adam, stored), stored)
+    optimizer = None if adam is None else _optimizer_index(adam)
+    return PagesPlan(path, entries, pages, _modules_index(pieces, adam), optimizer)
 
 
 def mark_saved(pieces: Iterable[ExpertsPiece], changed: bool = False) -> None:
@@ -177,7 +196,7 @@ def _reader(experts: PagedExperts, plane: Plane, name: PageName, page_id: int) -
     return read
 
 
-def _index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None, stored: Mapping[PageAt, StoredPage]) -> bytes:
+def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> dict[str, Any]:
     modules = {}
     for piece in pieces:
         binding = None if adam is None else adam.bindings.get(piece.experts)
@@ -191,12 +210,7 @@ def _index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None, stored: Mappi
             "style": piece.experts.names.style,
             "groups": None if binding is None else [binding.weights, binding.biases],
         }
-    pages = [
-        [*page.at, page.stop, page.last_step, {label: place.as_list() for label, place in page.planes.items()}]
-        for page in stored.values()
-    ]
-    optimizer = None if adam is None else _optimizer_index(adam)
-    return json.dumps({"modules": modules, "pages": pages, "optimizer": optimizer}).encode()
+    return modules
 
 
 def _optimizer_index(adam: PagedAdam) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,15 +87,33 @@ class Base:
 
 
 @dataclass
+class RankFiles:
+    """The files of one rank: jobs that write them, records of those already written, pages as the jobs stored them."""
+
+    jobs: list[Job] = field(default_factory=list)
+    written: list[FileRecord] = field(default_factory=list)
+    pages: dict[PageAt, StoredPage] = field(default_factory=dict)
+
+    def write(self, snapshot: Snapshot | None) -> list[FileRecord]:
+        """Does the jobs; the snapshot is over then, however they end."""
+        try:
+            self.written += [job() for job in self.jobs]
+            return self.written
+        finally:
+            if snapshot is not None:
+                snapshot.end()
+
+
+@dataclass
 class Pending:
     """A save under way (see [Note: phases of a save]); ``settled`` is None in the first phase."""
 
     request: SaveRequest
     draft: Path
     written: Future[list[FileRecord]]
-    pages: dict[PageAt, StoredPage]
+    files: RankFiles
     experts: Sequence[ExpertsPiece]
-    needs: dict[str, str]
+    base: Base | None
     submit: Callable[[Callable[[], Any]], Future[Any]]
     snapshot: Snapshot | None = None
     problem: str | None = None
@@ -104,23 +123,6 @@ class Pending:
     def current(self) -> Future[Any]:
         """What is to be waited for."""
         return self.written if self.settled is None else self.settled
-
-
-@dataclass
-class RankFiles:
-    """The files of one rank: jobs that write them, records of those already written, pages as they are stored."""
-
-    jobs: list[Job] = field(default_factory=list)
-    written: list[FileRecord] = field(default_factory=list)
-    pages: dict[PageAt, StoredPage] = field(default_factory=dict)
-
-    def write(self, snapshot: Snapshot | None) -> list[FileRecord]:
-        """Does the jobs; the snapshot is over then, however they end."""
-        try:
-            return [*self.written, *(job() for job in self.jobs)]
-        finally:
-            if snapshot is not None:
-                snapshot.end()
 
 
 def plan_files(
@@ -140,44 +142,41 @@ def plan_files(
     files = RankFiles()
     paged_away = any(piece.experts.manager.pager.can_evict for piece in state.experts)
     register = in_order if snapshot is None else snapshot.register
+    release = (lambda: None) if snapshot is None else snapshot.release
     path = f"{mpu_folder(DENSE_MPU)}/{rank:05d}.safetensors"
     entries, index = dense.plan(state.tensors, path=path, register=register)
-    files.jobs += _jobs(store, draft, path, entries, index, snapshot)
+    files.jobs.append(partial(_write_data, store, draft, path, entries, release))
+    files.jobs.append(lambda: store.write(draft, _index_of(path), index()))
     if state.experts:
-        path = f"{mpu_folder(EXPERTS_MPU)}/{rank:05d}.safetensors"
         plan = pages.plan(
             state.experts,
             state.adam if request.include_optimizer else None,
-            path=path,
+            path=f"{mpu_folder(EXPERTS_MPU)}/{rank:05d}.safetensors",
             register=in_order if paged_away else register,
             base=None if base is None else base.pages,
         )
-        files.pages = plan.pages
-        jobs = _jobs(store, draft, path, plan.entries, plan.index, None if paged_away else snapshot)
+
+        def write_index() -> FileRecord:
+            files.pages = plan.stored()
+            return store.write(draft, _index_of(plan.path), plan.index(files.pages))
+
+        data = partial(_write_data, store, draft, plan.path, plan.entries, (lambda: None) if paged_away else release)
         if paged_away:
-            files.written += [job() for job in jobs]
+            files.written += [data(), write_index()]
         else:
-            files.jobs += jobs
+            files.jobs += [data, write_index]
     pages.mark_saved(state.experts)
     return files
 
 
-def _jobs(
-    store: Store,
-    draft: Path,
-    path: str,
-    entries: Sequence[datafile.Entry],
-    index: bytes,
-    snapshot: Snapshot | None,
-) -> list[Job]:
-    """What writes a data file and its index."""
-    release = (lambda: None) if snapshot is None else snapshot.release
-    name = path.removesuffix(".safetensors") + ".json"
+def _index_of(path: str) -> str:
+    return path.removesuffix(".safetensors") + ".json"
 
-    def data() -> FileRecord:
-        return datafile.write(store.files, draft, path, entries, digest_name=store.digest, release=release)
 
-    return [data, lambda: store.write(draft, name, index)]
+def _write_data(
+    store: Store, draft: Path, path: str, entries: Sequence[datafile.Entry], release: Callable[[], None]
+) -> FileRecord:
+    return datafile.write(store.files, draft, path, entries, digest_name=store.digest, release=release)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
         print(to_hf(opened, args.target, like=args.like))
     else:
-        from megascale_omni.checkpoint.convert_megatron import to_torch_dist
+        from megascale_omni.checkpoint.megatron_write import to_torch_dist
 
         print(to_torch_dist(opened, args.target))
     return 0
@@ -74,7 +74,7 @@ def _to_paged(args: argparse.Namespace, found: str, page_bytes: int) -> Path:
         from megascale_omni.checkpoint.convert_hf import from_hf
 
         return from_hf(args.source, args.target, args.tag or "hf", style=args.style, page_bytes=page_bytes)
-    from megascale_omni.checkpoint.convert_megatron import from_torch_dist
+    from megascale_omni.checkpoint.megatron_read import from_torch_dist
 
     return from_torch_dist(args.source, args.target, tag=args.tag, page_bytes=page_bytes)
 

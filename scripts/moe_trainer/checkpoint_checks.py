@@ -248,5 +248,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    """An error in one line, without torch's advice to load what it cannot trust."""
+    lines = str(error).splitlines() or [""]
+    told = next((line for line in lines if "WeightsUnpickler error" in line), lines[0])
+    return f"{type(error).__name__}: {told.strip()}".rstrip(": ")

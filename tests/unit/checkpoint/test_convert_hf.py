@@ -11,14 +11,15 @@ from megascale_omni.checkpoint.plain import Training, load_checkpoint, save_chec
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import TorchAdamW
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
+from megascale_omni.paging.names import NamingStyle
 from megascale_omni.paging.planes import Plane
 from tests.unit.experts.paged import HIDDEN, small_experts
 
-STYLES = ["hf", "hf_transposed", "hf_gpt_oss", "hf_interleaved"]
+STYLES: list[NamingStyle] = ["hf", "hf_transposed", "hf_gpt_oss", "hf_interleaved"]
 
 
 class Model(torch.nn.Module):
-    def __init__(self, *, style: str = "hf", bias: bool = False, dtype=torch.float32, rows: int = 16) -> None:
+    def __init__(self, *, style: NamingStyle = "hf", bias: bool = False, dtype=torch.float32, rows: int = 16) -> None:
         super().__init__()
         self.embed = torch.nn.Linear(HIDDEN, 5, dtype=dtype)
         self.experts = small_experts(style=style, bias=bias, dtype=dtype, gradient_dtype=torch.float32, rows=rows)

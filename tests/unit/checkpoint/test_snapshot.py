@@ -1,6 +1,7 @@
 """A save beside training has every byte as it was at the call, whatever changes when, in bounded memory."""
 
 import threading
+from functools import partial
 from itertools import islice
 
 import hypothesis.strategies as st
@@ -81,7 +82,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.snapshot = Snapshot(limit_bytes=limit)
         condition = self.snapshot._changed = Willing()
         takes = [
-            self.snapshot.register(key, lambda a=array: a.data, len(array))
+            self.snapshot.register(key, partial(getattr, array, "data"), len(array))
             for key, array in zip(self.keys, self.arrays, strict=True)
         ]
         batches = [batch] * (len(sizes) // batch + 1)
@@ -129,7 +130,7 @@ def test_without_room_for_copies_training_waits_for_the_writer():
     snapshot = Snapshot(limit_bytes=10)
     condition = snapshot._changed = Willing()
     arrays = [np.full(8, number, np.uint8) for number in range(3)]
-    takes = [snapshot.register(0, lambda a=array: a.data, 8) for array in arrays]
+    takes = [snapshot.register(0, partial(getattr, array, "data"), 8) for array in arrays]
     writer = condition.writer = Writer(snapshot, takes, [1, 1, 1], None)
     writer.start()
     snapshot.before_write([0])
