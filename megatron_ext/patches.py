@@ -1,4 +1,4 @@
-"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and two functions.
+"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and three functions.
 
 [Note: patching construction]
 Stock names its classes in many modules, some of them by ``from ... import``. Replacing a name reaches only those who
