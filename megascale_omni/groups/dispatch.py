@@ -24,7 +24,6 @@ from megascale_omni.groups.plan import Demand, ExpertGroups, Move, Plan, TravelC
 from megascale_omni.groups.rows import (
     ReceivedRows,
     SendRows,
-    mask_bytes,
     only_expert_counts,
     received_rows,
     send_rows,
@@ -112,10 +111,13 @@ class GroupDispatcher:
         hidden, width = x_Th.shape[1], x_Th.element_size()
         key = (hidden, width)
         if key not in self._costs:
-            row_bytes = 4 * hidden * width + mask_bytes(self.local_experts) + 8
-            expert_bytes = 0 if self.pages is None else 3 * self.pages.expert_numel * width
-            links = self.options.links or LinkCosts.uniform(self.channel.size)
-            self._costs[key] = TravelCosts(row_bytes, expert_bytes, links)
+            self._costs[key] = TravelCosts.of_layer(
+                hidden=hidden,
+                width=width,
+                local_experts=self.local_experts,
+                expert_numel=0 if self.pages is None else self.pages.expert_numel,
+                links=self.options.links or LinkCosts.uniform(self.channel.size),
+            )
         return self._costs[key]
 
 

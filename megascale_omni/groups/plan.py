@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from megascale_omni.groups.rows import mask_bytes
 from megascale_omni.topology.links import LinkCosts
 
 Move = Literal["auto", "tokens", "pages"]
@@ -65,6 +66,13 @@ class TravelCosts:
     row_bytes: int
     expert_bytes: int
     links: LinkCosts
+
+    @classmethod
+    def of_layer(
+        cls, *, hidden: int, width: int, local_experts: int, expert_numel: int, links: LinkCosts
+    ) -> TravelCosts:
+        """Of a layer whose tokens have ``hidden`` elements of ``width`` bytes, as its experts' have."""
+        return cls(4 * hidden * width + mask_bytes(local_experts) + 8, 3 * expert_numel * width, links)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def layer_flags(context: Context, preset: str, ranks: int) -> tuple[str, ...]:
     return (*flags, *sizes)
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def _travelled(context: Context, preset: str, routing: str) -> dict[str, int]:
@@ -82,7 +82,7 @@ def _byte_rows() -> list[Row]:
     return rows
 
 
-# --- time ---------------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def _seconds(context: Context, preset: str, ranks: int) -> dict[str, list[float]]:
@@ -122,7 +122,7 @@ def _time_row(row_id: str, ranks: int, *, bound: float, aim: float | None) -> Ro
     )
 
 
-# --- exactness ----------------------------------------------------------------------------------------------------------
+# --- exactness --------------------------------------------------------------------------------------------------------
 
 _MODES = {
     "tokens": ("ep2dp2", "--megascale-move tokens"),
@@ -139,9 +139,7 @@ def _verdict(context: Context, mode: str) -> Verdict:
     name, options = _MODES[mode]
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     flags = (*MEGASCALE_FLAGS, "--megascale-dispatcher", "groups", *options.split())
-    return context.once(
-        ("proof", mode), lambda: prove(layout, data_path=context.data_path, megascale_flags=flags)
-    )
+    return context.once(("proof", mode), lambda: prove(layout, data_path=context.data_path, megascale_flags=flags))
 
 
 def _worst(context: Context, mode: str) -> float:

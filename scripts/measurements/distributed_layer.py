@@ -152,7 +152,9 @@ class DispatchBench:
 
         stock = self._step("alltoall")
         for name in DISPATCHERS[1:]:
-            for what, first, second in zip(("output", "tokens' gradient", "router's"), stock, self._step(name)):
+            for what, first, second in zip(
+                ("output", "tokens' gradient", "router's"), stock, self._step(name), strict=True
+            ):
                 difference = relative_norm(second.float(), first.float())
                 if not difference <= _TOLERANCE:
                     raise RuntimeError(f"{name}: {what} differs from alltoall's by {difference:.3g} of its norm")
