@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -123,7 +121,6 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             output = output + self.shared_experts.get_output()
         return output
 
-    def metrics(self) -> dict[str, Any]:
-        """What the groups did so far."""
-        cache = self.core.cache
-        return {"group_cache_hits": cache.hits, "group_cache_misses": cache.misses}
+    def metrics(self) -> dict[str, float]:
+        """What the groups did so far (:meth:`GroupDispatcher.stats`)."""
+        return self.core.stats()

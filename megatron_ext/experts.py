@@ -90,7 +90,8 @@ class MegaScaleExperts(PagedExperts):
         self.expert_parallel = config.expert_model_parallel_size > 1
         ranks, rank = (1, 0) if pg_collection is None else (pg_collection.ep.size(), pg_collection.ep.rank())
         self.num_global_experts = ranks * num_local_experts
-        self.numbers = tuple(range(rank * num_local_experts, (rank + 1) * num_local_experts))
+        self.stock_numbers = tuple(range(rank * num_local_experts, (rank + 1) * num_local_experts))
+        self.numbers = self.stock_numbers
         if runtime.observation.keeper is not None and self.expert_parallel:
             # A token's row goes to its expert and back, and so do its gradients.
             runtime.observation.keeper.map.travels[self.pages.entry.module] = 4 * hidden * dtype.itemsize
@@ -189,7 +190,7 @@ class MegaScaleExperts(PagedExperts):
         if self._left_out:
             return {}
         whole = self.stand_ins(self.dense())
-        if self.numbers[-1] - self.numbers[0] == self.num_experts - 1:  # ascending: stock's own order
+        if self.numbers == self.stock_numbers:
             in_order: dict[str, Any] = whole.sharded_state_dict(prefix, sharded_offsets, metadata)
             return in_order
         result: dict[str, Any] = {}

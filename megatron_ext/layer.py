@@ -48,6 +48,7 @@ class MegaScaleMoELayer(MoELayer):
         assert isinstance(experts, MegaScaleExperts)
         members = torch.distributed.get_process_group_ranks(groups.ep)
         self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
+        runtime.observation.dispatchers.append(self.token_dispatcher.core)
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 

@@ -105,8 +105,8 @@ def place(
     """Experts that are chosen together on one rank, and the rest by level (see [Note: placement by level]).
 
     ``ranks`` of the group are where ``topology`` says (``members``: the group's ranks in it); without one all links are
-    alike. ``counts_PE``: who chooses what; inside a node a rank gets what its own tokens choose. ``before``: a
-    placement on some of these ranks, by the same number; among equal choices what is there stays.
+    alike. ``counts_PE``: who chooses what; between units of one size each gets what its own tokens choose.
+    ``before``: a placement on some of these ranks, by the same number; what is there stays where little is gained.
 
     Raises:
         ValueError: the number of experts is no multiple of the number of ranks.
@@ -114,13 +114,15 @@ def place(
     experts = len(pairs_EE)
     if experts % ranks:
         raise ValueError(f"{experts} experts cannot be divided among {ranks} ranks evenly; choose a divisor")
-    local = experts // ranks
     affinity_EE = pairs_EE.astype(np.float64) + pairs_EE.T
+    worth_PE = np.zeros((ranks, experts)) if counts_PE is None else counts_PE.astype(np.float64)
+    # Staying is worth half of what a rank's tokens choose of an expert in the mean: noise moves nothing.
+    staying = max(worth_PE.mean() / 2, 1 / (1 + experts))
+    for rank, old in enumerate(before or ()):
+        worth_PE[rank, list(old)] += staying
     tree = 0 if ranks == 1 else _tree(ranks, topology, members)
-    found = dict(_divide(np.arange(experts), tree, affinity_EE, local))
-    groups = [tuple(sorted(found[p].tolist())) for p in range(ranks)]
-    level_PP = None if topology is None else topology.level_PP(members if members is not None else range(ranks))
-    return _settle(groups, level_PP, counts_PE, before)
+    found = dict(_divide(np.arange(experts), tree, affinity_EE, worth_PE))
+    return tuple(tuple(sorted(found[p].tolist())) for p in range(ranks))
 
 
 _Tree = int | list["_Tree"]
@@ -149,15 +151,25 @@ def _leaves(tree: _Tree) -> list[int]:
     return [tree] if isinstance(tree, int) else [leaf for part in tree for leaf in _leaves(part)]
 
 
-def _divide(ids: np.ndarray, tree: _Tree, affinity_EE: np.ndarray, local: int) -> list[tuple[int, np.ndarray]]:
-    """The experts ``ids`` of each leaf."""
+def _divide(
+    ids: np.ndarray, tree: _Tree, affinity_EE: np.ndarray, worth_PE: np.ndarray
+) -> list[tuple[int, np.ndarray]]:
+    """The experts ``ids`` of each leaf; ``worth_PE[p, e]`` of keeping ``e`` at ``p``, between units of one size."""
     if isinstance(tree, int):
         return [(tree, ids)]
-    sizes = [local * len(_leaves(part)) for part in tree]
-    part_E = partition(affinity_EE[np.ix_(ids, ids)], sizes)
-    return [
-        leaf for number, part in enumerate(tree) for leaf in _divide(ids[part_E == number], part, affinity_EE, local)
-    ]
+    leaves = [_leaves(unit) for unit in tree]
+    total = sum(map(len, leaves))
+    part_E = partition(affinity_EE[np.ix_(ids, ids)], [len(ids) * len(own) // total for own in leaves])
+    parts = [ids[part_E == number] for number in range(len(tree))]
+    worth = np.array([[worth_PE[own][:, part].sum() for part in parts] for own in leaves])
+    fits = np.array([[len(part) * total == len(ids) * len(own) for part in parts] for own in leaves])
+    worth = np.where(fits, worth, -np.inf)
+    result: list[tuple[int, np.ndarray]] = []
+    for _ in tree:
+        unit, part = divmod(int(worth.argmax()), len(tree))
+        worth[unit, :] = worth[:, part] = -np.inf
+        result += _divide(parts[part], tree[unit], affinity_EE, worth_PE)
+    return result
 
 
 def partition(affinity_EE: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
@@ -189,33 +201,6 @@ def partition(affinity_EE: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
             inside_EP[:, target] += affinity_EE[:, expert]
         part_E[a], part_E[b] = part_E[b], part_E[a]
     return part_E
-
-
-def _settle(
-    groups: list[tuple[int, ...]], level_PP: np.ndarray | None, counts_PE: np.ndarray | None, before: Slots | None
-) -> Slots:
-    """Which group goes to which rank of the same innermost unit: where its tokens, or its experts, are already."""
-    ranks = len(groups)
-    worth_PG = np.zeros((ranks, ranks))
-    if counts_PE is not None:
-        worth_PG += np.stack([counts_PE[:, list(group)].sum(1) for group in groups], axis=1)
-    if before is not None:
-        stays = np.array([[len(set(old) & set(group)) for group in groups] for old in before])
-        worth_PG[: len(before)] += stays / (1 + sum(map(len, before)))
-    if not worth_PG.any():
-        return tuple(groups)
-    near_PG = np.ones((ranks, ranks), dtype=bool) if level_PP is None else level_PP <= 0
-    result: list[tuple[int, ...]] = [()] * ranks
-    worth_PG = np.where(near_PG, worth_PG, -np.inf)
-    for _ in range(ranks):
-        rank, group = divmod(int(worth_PG.argmax()), ranks)
-        result[rank] = groups[group]
-        worth_PG[rank, :] = worth_PG[:, group] = -np.inf
-        if not np.isfinite(worth_PG).any():
-            break
-    if any(not group for group in result):
-        raise RuntimeError(f"some ranks got no experts: {result}")
-    return tuple(result)
 
 
 @dataclass(frozen=True)

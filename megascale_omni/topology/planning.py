@@ -92,7 +92,7 @@ def trips(sample: list[tuple[int, np.ndarray]], slots: Slots) -> float:
     total, tokens, local = 0, 0, len(slots[0])
     order = np.argsort(slot_of_expert(slots))
     for rank, map_TE in sample:
-        needs_TP = map_TE[:, order].reshape(len(map_TE), len(slots), local).any(2)
+        needs_TP: np.ndarray = np.asarray(map_TE[:, order].reshape(len(map_TE), len(slots), local).any(2))
         needs_TP[:, rank] = False
         total, tokens = total + int(needs_TP.sum()), tokens + len(map_TE)
     return total / tokens if tokens else 0.0

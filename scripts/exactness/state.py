@@ -74,9 +74,14 @@ class ModelState:
     def gradients(self) -> Tensors:
         """Copies of the reduced gradients, after `forward_backward`, before the step; experts without any: zeros."""
         found = self._gathered(lambda parameter, stepped: _part(_gradient(parameter), stepped))
-        for prefix, module in self._paged.items():
-            found |= {prefix + name: tensor for name, tensor in _page_gradients(module).items()}
-        return found
+        paged = {
+            prefix + name: tensor
+            for prefix, module in self._paged.items()
+            for name, tensor in _page_gradients(module, owned_only=self._distributed).items()
+        }
+        if self._distributed:
+            _sum_over(False, list(paged.values()))
+        return found | paged
 
     @torch.no_grad()
     def state(self) -> State:
@@ -190,9 +195,14 @@ def _part_of(whole: torch.Tensor, stepped: Stepped) -> torch.Tensor:
     return whole.reshape(-1)[stepped.start : stepped.start + stepped.main.numel()]
 
 
-def _page_gradients(module: PagedExperts) -> Mapping[str, torch.Tensor]:
+def _page_gradients(module: PagedExperts, *, owned_only: bool) -> Mapping[str, torch.Tensor]:
     tensors = {t.name: torch.zeros(t.shape, dtype=torch.float32) for t in module.names.tensors()}
-    for name, page in ExpertGradients([module]).pages(module):
+    gradients = ExpertGradients([module])
+    names = gradients.present(module)
+    if owned_only:
+        owned = set(_adam(module).shards.owned(module))
+        names = [name for name in names if name in owned]
+    for name, page in gradients.pages(module, names=names):
         module.names.gather({name: page}, tensors)
     return tensors
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from scripts.comparison.collectives import CollectiveCounter
@@ -45,19 +48,25 @@ class DispatchBench:
     """The same layer three times: stock's two dispatchers, and groups.
 
     `flags`: of `pretrain_moe.py`. `routing`: uniform; or every token belongs to one of four clusters of experts,
-    scattered over all ranks, and groups runs under a placement planned from another sample. `overlap`: with shared
-    experts beside the dispatch.
+    scattered over all ranks, and groups runs under a placement planned from another sample. `move`: what travels.
     """
 
     def __init__(
-        self, rank: int, world: int, *, flags: Sequence[str], tokens: int, routing: Routing = "uniform", seed: int = 0
+        self,
+        rank: int,
+        world: int,
+        *,
+        flags: Sequence[str],
+        tokens: int,
+        routing: Routing = "uniform",
+        seed: int = 0,
+        move: str = "auto",
     ) -> None:
         self._counter = CollectiveCounter()
         self._counter.install()
         import megatron_ext
         from megascale_omni.config import MegaScaleConfig
         from scripts.exactness.sides import RandomState
-        from scripts.measurements.distributed_routing import routing_map
         from scripts.moe_trainer.arguments import parse_args
         from scripts.moe_trainer.distributed import Distributed
         from scripts.moe_trainer.model import transformer_config
@@ -69,9 +78,7 @@ class DispatchBench:
             cpu.enable()
         self._rank, self._world = rank, world
         self._distributed = Distributed(args)
-        self._map_TE = routing_map(
-            routing, tokens=tokens, experts=args.num_experts, topk=args.moe_router_topk, seed=1000 * seed + rank
-        )
+        self._map_TE = torch.from_numpy(_routing(args, routing, tokens, seed + rank))
         self._layers: dict[str, Any] = {}
         start = RandomState.capture()
         for name in DISPATCHERS:
@@ -79,7 +86,10 @@ class DispatchBench:
             args.moe_token_dispatcher_type = "alltoall" if name == "groups" else name
             config = transformer_config(args)
             if name == "groups":
-                megatron_ext.enable(MegaScaleConfig().replace("distributed", **self._options(routing, args)))
+                with tempfile.TemporaryDirectory(prefix="megascale-placement-") as folder:
+                    placement = None if routing == "uniform" else _placement(args, tokens, world, Path(folder))
+                    chosen = {"dispatcher": "groups", "move": move, "placement": placement}
+                    megatron_ext.enable(MegaScaleConfig().replace("distributed", **chosen))
             try:
                 self._layers[name] = self._layer(config)
             finally:
@@ -118,9 +128,6 @@ class DispatchBench:
                     seconds[name].append(time.perf_counter() - start)
         return seconds
 
-    def _options(self, routing: Routing, args: Any) -> dict[str, object]:  # noqa: ANN401 - a namespace
-        return {"dispatcher": "groups"}
-
     def _layer(self, config: Any) -> Any:  # noqa: ANN401 - stock's configuration and layer
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -158,3 +165,39 @@ class DispatchBench:
                 difference = relative_norm(second.float(), first.float())
                 if not difference <= _TOLERANCE:
                     raise RuntimeError(f"{name}: {what} differs from alltoall's by {difference:.3g} of its norm")
+
+    def simulated(self) -> dict[str, int]:
+        """What the simulator says that this rank sends in one forward and backward, by dispatcher."""
+        from megascale_omni.topology.routing import Choices
+        from megascale_omni.topology.simulate import LayerShape, simulate
+
+        maps = [torch.empty_like(self._map_TE) for _ in range(self._world)]
+        torch.distributed.all_gather(maps, self._map_TE)
+        choices = [Choices.of_map(map_TE.numpy()) for map_TE in maps]
+        core = self._layers["groups"].token_dispatcher.core
+        numel, width = core.pages.expert_numel, self._hidden_sbh.element_size()
+        shape = LayerShape(self._hidden_sbh.shape[-1], maps[0].shape[1], numel, width=width)
+        slots = None
+        if core.columns is not None:
+            slots = tuple(tuple(rank) for rank in core.columns.view(self._world, -1).tolist())
+        found = {
+            name: simulate(name, choices, shape, slots=slots, move=core.options.move)  # type: ignore[arg-type]
+            for name in DISPATCHERS
+        }
+        return {name: round(float(one.bytes_P[self._rank])) for name, one in found.items()}
+
+
+def _routing(args: Any, routing: Routing, tokens: int, seed: int) -> np.ndarray:  # noqa: ANN401 - a namespace
+    from megascale_omni.topology.routing import synthetic
+
+    return synthetic(routing, tokens=tokens, experts=args.num_experts, topk=args.moe_router_topk, seed=seed)
+
+
+def _placement(args: Any, tokens: int, ranks: int, folder: Path) -> str:  # noqa: ANN401 - a namespace
+    """A placement for this routing, planned from what other tokens choose."""
+    from megascale_omni.topology.placement import Placement, pairs_of, place
+
+    others = [_routing(args, "clusters", tokens, 10_000 + rank) for rank in range(ranks)]
+    path = folder / "placement.json"
+    Placement({"default": place(np.sum([pairs_of(map_TE) for map_TE in others], axis=0), ranks=ranks)}).write(path)
+    return str(path)

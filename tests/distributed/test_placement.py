@@ -43,7 +43,7 @@ def test_copies_settle_any_placement_with_one_expert_aside(order, ranks):
 def by_global_name(side: Side) -> dict[str, torch.Tensor]:
     """This rank's expert tensors as the sharded state dict names them: model and optimizer."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     inner = side.ddp.module
     model = (inner.module if hasattr(inner, "module") else inner).mlp.experts.sharded_state_dict(
@@ -53,7 +53,7 @@ def by_global_name(side: Side) -> dict[str, torch.Tensor]:
     for value in nested_values(model):
         if isinstance(value, ShardedTensor):
             found[f"{value.key} {tuple(value.global_offset)} of {value.global_shape}"] = value.data.clone()
-        else:
+        elif isinstance(value, ShardedTensorFactory):  # gate and up are two tensors to stock
             for part in nested_values({"x": value.build_fn(value.key, value.data, value.replica_id, None)}):
                 found[f"{part.key} {tuple(part.global_offset)} of {part.global_shape}"] = part.data.clone()
     return found
@@ -134,7 +134,7 @@ def record(rank: int, world: int, *, folder: str) -> list[int]:
     from megascale_omni.topology.routing import read_record, record_path
 
     fresh_parallel_state(ep=2)
-    side = build(megascale=True, ep=2, groups={}, routing=folder, layer_number=5)
+    side = build(megascale=True, ep=2, groups={}, routing=folder, layer_number=5, stay_enabled=True)
     for step in range(3):
         side.train((tokens(3, seed=rank), [[0], [1, 2], []]))
         with torch.no_grad():
