@@ -26,6 +26,7 @@ Dispatcher = Literal["stock", "groups"]
 Move = Literal["auto", "tokens", "pages"]
 Discovery = Literal["allgather", "gossip"]
 GradWire = Literal["fp32", "bf16"]
+Fetch = Literal["step", "demand"]
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -151,6 +152,8 @@ class DistributedConfig:
         placement: file that says which rank keeps which expert; None: experts by number, as stock.
         grad_wire: what expert gradients travel in between the ranks that have copies of an expert: ``fp32`` (as they
             are), or ``bf16``, once, summed in fp32.
+        fetch: when updated pages go to ranks that do not keep their optimizer state: all of them at each ``step``, or
+            on ``demand``, those that tokens are about to need.
     """
 
     dispatcher: Dispatcher = "stock"
@@ -160,10 +163,11 @@ class DistributedConfig:
     topology: str | None = None
     placement: str | None = None
     grad_wire: GradWire = "fp32"
+    fetch: Fetch = "step"
 
     def __post_init__(self) -> None:
-        known_choices = (("dispatcher", Dispatcher), ("move", Move), ("discovery", Discovery), ("grad_wire", GradWire))
-        for key, choices in known_choices:
+        known_choices = {"dispatcher": Dispatcher, "move": Move, "discovery": Discovery, "grad_wire": GradWire}
+        for key, choices in {**known_choices, "fetch": Fetch}.items():
             if getattr(self, key) not in get_args(choices):
                 known = ", ".join(get_args(choices))
                 raise ValueError(f"distributed.{key}={getattr(self, key)!r} is unknown; choose one of {known}")

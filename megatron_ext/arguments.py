@@ -39,6 +39,7 @@ _DISTRIBUTED = {
     "megascale_topology": "topology",
     "megascale_placement": "placement",
     "megascale_grad_wire": "grad_wire",
+    "megascale_fetch": "fetch",
 }
 """Flags and the options of the distributed section that they set."""
 
@@ -97,6 +98,11 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--megascale-grad-wire",
         choices=["fp32", "bf16"],
         help="what expert gradients travel in between copies of an expert (default fp32; bf16 changes the mathematics)",
+    )
+    group.add_argument(
+        "--megascale-fetch",
+        choices=["step", "demand"],
+        help="updated pages go to other copies of an expert at each step (default), or when tokens need them",
     )
     group.add_argument(
         "--megascale-routing", metavar="DIR", help="write down what routers choose, for `megascale topology`"

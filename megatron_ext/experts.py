@@ -189,6 +189,8 @@ class MegaScaleExperts(PagedExperts):
         """Stock's own sharded state dict of these experts; tensors are copies, marked with their source."""
         if self._left_out:
             return {}
+        if self.adam is not None:
+            self.adam.fetch_all(self)
         whole = self.stand_ins(self.dense())
         if self.numbers == self.stock_numbers:
             in_order: dict[str, Any] = whole.sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -85,6 +85,8 @@ class GroupDispatcher:
         sent = send_rows(map_TE, ranks=self.channel.size, columns=self.columns)
         plan = self._plan(map_TE, sent, x_Th)
         rows_P = plan.demand.rows_PP[:, self.channel.rank]
+        if self.pages is not None and self.options.move != "tokens":
+            self.pages.prepare(plan)
         if plan.moves:
             kept_E = torch.from_numpy(plan.keeps_token_rows(self.channel.rank)).to(map_TE.device)
             sent = send_rows(map_TE & kept_E, ranks=self.channel.size, columns=self.columns)

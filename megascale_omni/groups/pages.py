@@ -104,6 +104,14 @@ class TravellingPages:
         self._guests.requires_grad_(self.experts.trainable)
         return self._guests
 
+    def prepare(self, plan: Plan) -> None:
+        """Makes this rank's experts current that are about to travel; called whether any are, as others may have some.
+
+        (See [Note: pages on demand]: it is a collective of the ranks that have copies of these experts.)
+        """
+        if self.experts.fetch is not None:
+            self.experts.fetch([m.expert - self.first for m in plan.moves if m.owner == self.channel.rank])
+
     def apply(self, x_Gh: torch.Tensor, probs_G: torch.Tensor, counts: Sequence[int], plan: Plan) -> torch.Tensor:
         """Outputs ``[G, h]`` of tokens that stay here, sorted by visiting expert; ``counts`` of each of the moves.
 

@@ -67,7 +67,8 @@ class ModelState:
         """Copies of all weights."""
         found = {name: parameter.detach().clone() for name, parameter in self._dense.items()}
         for prefix, module in self._paged.items():
-            found |= {prefix + name: tensor for name, tensor in module.dense(Plane.WEIGHT).items()}
+            dense = _adam(module).dense(module, Plane.WEIGHT)
+            found |= {prefix + name: tensor for name, tensor in dense.items()}
         return found
 
     @torch.no_grad()
@@ -112,8 +113,9 @@ class ModelState:
                 own.copy_(_part_of(moments[name], stepped))
         for prefix, module in self._paged.items():
             names = [tensor.name for tensor in module.names.tensors()]
-            module.load_dense({name: state.weights[prefix + name] for name in names})
             adam = _adam(module)
+            adam.fetch_all(module)
+            module.load_dense({name: state.weights[prefix + name] for name in names})
             adam.load_dense(module, master_plane(module), {name: state.masters[prefix + name] for name in names})
             for key, moments in state.moments.items():
                 adam.load_dense(module, MOMENTS[key], {name: moments[prefix + name] for name in names})

@@ -287,6 +287,15 @@ def _cache_hits(context: Context) -> float:
     return 100 * hits / looked_up
 
 
+_LEAK_STEPS = 10_000
+
+
+def _left_behind(context: Context) -> float:
+    target = "scripts.measurements.distributed_leaks:LeakBench"
+    with Workers(target, ranks=2, threads=1, name="leaks", arguments={}) as workers:
+        return max(workers.call("left", timeout_seconds=_TIMES_SECONDS, steps=_LEAK_STEPS))
+
+
 # --- rounds, and what the simulator says ------------------------------------------------------------------------------
 
 _JOB = 1440
@@ -350,6 +359,7 @@ ROWS: tuple[Row, ...] = (
     _time_row("D5", 2, bound=0.90, aim=0.60),
     _time_row("D5-ep4", 4, bound=1.0, aim=None),
     Row("D6", "group cache on a trained router's trace, 1000 steps: hits", "%", "at_least", 0.0, _cache_hits, aim=99.2),
+    Row("D6-leaks", f"communicators and files left by {_LEAK_STEPS} steps", "of a rank", "at_most", 0, _left_behind),
     *_SIMULATED_ROWS,
     *_exactness_rows(),
 )

@@ -171,6 +171,7 @@ def build(
     stay_enabled: bool = False,
     groups: dict[str, object] | None = None,
     grad_wire: str = "fp32",
+    fetch: str = "step",
     routing: str | None = None,
     layer_number: int | None = None,
     **config: Any,
@@ -197,7 +198,7 @@ def build(
     dtype = torch.bfloat16 if bf16 else torch.float32
     if megascale:
         chosen = MegaScaleConfig().replace("paging", page_size_bytes=page_size)
-        chosen = chosen.replace("distributed", grad_wire=grad_wire).replace("observe", routing=routing)
+        chosen = chosen.replace("distributed", grad_wire=grad_wire, fetch=fetch).replace("observe", routing=routing)
         if groups is not None:
             chosen = chosen.replace("distributed", dispatcher="groups", **groups)
         runtime = megatron_ext.enable(chosen)
