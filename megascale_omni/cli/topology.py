@@ -98,7 +98,13 @@ def _probe(args: argparse.Namespace) -> int:
             "topology probe measures between ranks: start it with torchrun, e.g. "
             "torchrun --nproc-per-node 8 --no-python megascale topology probe --output topology.yaml"
         )
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: no port is opened to the outside
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         found, missing = probe(socket.gethostname(), _units(args.units, "--in"))
         if dist.get_rank() == 0:
@@ -108,7 +114,8 @@ def _probe(args: argparse.Namespace) -> int:
                 print(f"no two ranks are joined by level {name} only: its figures are those of the next one")
             print(f"written: {args.output}")
     finally:
-        dist.destroy_process_group()
+        if own:
+            dist.destroy_process_group()
     return 0
 
 

@@ -120,7 +120,8 @@ def _reduced(context: Context, *, distributed: bool) -> dict[str, dict[str, int]
     """Bytes of all ranks, by case and side."""
 
     def measure() -> dict[str, dict[str, int]]:
-        flags = (*layer_flags(context, "fine", 2), *(["--use-distributed-optimizer"] if distributed else []))
+        flags = (*layer_flags(context, "fine", 2), "--global-batch-size", str(8 * 4))
+        flags = (*flags, *(["--use-distributed-optimizer"] if distributed else []))
         target = "scripts.measurements.distributed_gradients:GradientBench"
         name = "gradients, " + ("distributed optimizer" if distributed else "every copy stepped")
         with Workers(target, ranks=4, threads=1, name=name, arguments={"flags": flags, "tokens": TOKENS}) as workers:
@@ -207,6 +208,7 @@ _MODES = {
     "tokens": ("ep2dp2", "--megascale-move tokens"),
     "pages": ("ep2dp2_distopt", "--megascale-move pages"),
     "gossip": ("ep2", "--megascale-move auto --megascale-discovery gossip"),
+    "demand": ("ep2dp2_distopt", "--megascale-move auto --megascale-fetch demand"),
     "pipeline": ("pp2ep2", "--megascale-move pages"),
     "bf16": ("bf16_ep2dp2_distopt", "--megascale-move auto"),
     "bf16-pages": ("bf16_ep2dp2_distopt", "--megascale-move pages"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.probe import probe
 
 
@@ -35,3 +36,20 @@ def test_levels_that_no_two_ranks_share_get_the_figures_of_the_next(pools, hosts
 def test_ranks_that_are_not_numbered_node_by_node_are_refused(pools):
     answers = pools[4].run(probe_hosts, hosts=["a", "b", "a", "b"], racks=[])
     assert set(answers) == {"ranks of host a are not numbered one after the other; start them node by node"}
+
+
+def probe_by_command(rank: int, world: int, *, path: str) -> int:
+    from megascale_omni.cli import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        return main(["topology", "probe", "--output", path, "--in", "rack=a"])
+
+
+def test_the_command_writes_what_a_run_can_read(pools, tmp_path):
+    path = tmp_path / "topology.yaml"
+    assert pools[2].run(probe_by_command, path=str(path)) == [0, 0]
+    topology = Topology.from_file(path)
+    assert topology.num_ranks == 2
+    assert [level.name for level in topology.levels] == ["device", "rack", "cluster"]
+    assert topology.link_costs().seconds_per_byte_PP[0, 1] > 0
