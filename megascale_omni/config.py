@@ -147,7 +147,7 @@ class DistributedConfig:
         move: what travels to meet, with ``groups``: ``tokens``, ``pages`` of experts, or ``auto``, for each expert what
             costs less.
         discovery: how ranks tell each other their counts: ``allgather``, or ``gossip`` in ceil(log2 ranks) rounds.
-        group_cache: memberships that are remembered.
+        group_cache: groups (sets of ranks) that are remembered.
         topology: file that says where ranks are and what links carry; ``auto`` moves decide by it. None: bytes decide.
         placement: file that says which rank keeps which expert; None: experts by number, as stock.
         grad_wire: what expert gradients travel in between the ranks that have copies of an expert: ``fp32`` (as they
@@ -159,7 +159,7 @@ class DistributedConfig:
     dispatcher: Dispatcher = "stock"
     move: Move = "auto"
     discovery: Discovery = "allgather"
-    group_cache: int = 64
+    group_cache: int = 1024
     topology: str | None = None
     placement: str | None = None
     grad_wire: GradWire = "fp32"

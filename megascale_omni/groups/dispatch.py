@@ -22,7 +22,7 @@ from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.discovery import Discovery, discover
 from megascale_omni.groups.functions import exchange, gather, sum_rows
 from megascale_omni.groups.pages import TravellingPages
-from megascale_omni.groups.plan import Demand, ExpertGroups, Move, Plan, TravelCosts, make_groups, make_plan
+from megascale_omni.groups.plan import Demand, Move, Plan, TravelCosts, make_groups, make_plan, ranks_of
 from megascale_omni.groups.rows import (
     ReceivedRows,
     SendRows,
@@ -46,7 +46,7 @@ class GroupOptions:
     move: Move = "auto"
     discovery: Discovery = "allgather"
     links: LinkCosts | None = None
-    cache: int = 64
+    cache: int = 1024
 
 
 @dataclass
@@ -68,7 +68,7 @@ class GroupDispatcher:
     def __post_init__(self) -> None:
         self.local_experts = self.num_experts // self.channel.size
         self.owners_E = np.repeat(np.arange(self.channel.size), self.local_experts)
-        self.cache: GroupCache[ExpertGroups] = GroupCache(self.options.cache)
+        self.cache: GroupCache[tuple[int, ...]] = GroupCache(self.options.cache)
         self.calls = 0
         self.counts = dict.fromkeys(("tokens", "rows_sent", "pairs_sent", "experts_sent", "experts_received"), 0)
         self.discovery_seconds = 0.0
@@ -129,12 +129,12 @@ class GroupDispatcher:
         told = discover(vector, self.channel, self.options.discovery)
         self.discovery_seconds += time.perf_counter() - start
         demand = Demand.from_vectors(told, experts=experts)
-        active_PE = demand.counts_PE > 0
-        groups = self.cache.get(
-            np.packbits(active_PE).tobytes(), step=self.calls, make=lambda: make_groups(active_PE, self.owners_E)
-        )
+        groups = make_groups(demand.counts_PE > 0, self.owners_E, self._members_of)
         move: Move = "tokens" if self.pages is None else self.options.move
         return make_plan(demand, groups, self._travel_costs(x_Th), move)
+
+    def _members_of(self, bits: bytes, ranks: int) -> tuple[int, ...]:
+        return self.cache.get(bits, step=self.calls, make=lambda: ranks_of(bits, ranks))
 
     def _travel_costs(self, x_Th: torch.Tensor) -> TravelCosts:
         hidden, width = x_Th.shape[1], x_Th.element_size()

@@ -347,6 +347,9 @@ class PagedAdam:
         if self.shards.size == 1 or plane is Plane.WEIGHT:
             self.fetch_all(experts)
             return experts.dense(plane)
+        if self.fetcher is not None:
+            for name in self.shards.owned(experts):
+                self._catch_up_owned(experts, name)
         dtype = experts.pages.dtypes[plane]
         tensors = {t.name: torch.zeros(t.shape, dtype=dtype) for t in experts.names.tensors()}
 

@@ -250,20 +250,22 @@ def _exactness_rows() -> list[Row]:
 
 # --- the group cache on a trained router's trace ----------------------------------------------------------------------
 
-_CACHE_STEPS, _WARM_STEPS = 1000, 500
+_CACHE_STEPS, _WARM_STEPS, _CACHE_LAYERS = 1000, 500, 2
 _CACHE_FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 "
     "--num-experts 64 --moe-router-topk 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
-    "--seq-length 128 --micro-batch-size 2 --global-batch-size 4 --swiglu --disable-bias-linear "
+    "--seq-length 128 --micro-batch-size 2 --global-batch-size 8 --swiglu --disable-bias-linear "
     "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm "
     "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --lr-warmup-iters 50 --lr-decay-style constant --split 100 "
-    "--expert-model-parallel-size 2"
+    "--expert-model-parallel-size 4"
 )
 
 
 def _cache_hits(context: Context) -> float:
     """Percent of look-ups in the last 1000 steps that found their group, replayed from what the routers chose."""
+    from megascale_omni.config import DistributedConfig
     from megascale_omni.groups.cache import GroupCache
+    from megascale_omni.groups.plan import make_groups
     from megascale_omni.topology.routing import read_record, records_of
 
     with tempfile.TemporaryDirectory(prefix="megascale-routing-") as folder:
@@ -271,20 +273,22 @@ def _cache_hits(context: Context) -> float:
         flags = [*_CACHE_FLAGS.split(), "--train-iters", str(steps), "--data-path", str(context.data_path)]
         ours = ["--megascale", "--megascale-dispatcher", "groups", "--megascale-routing", folder]
         target = "scripts.comparison.worker:TrainingRun"
-        with Workers(target, ranks=2, threads=1, name="group cache", arguments={"flags": [*flags, *ours]}) as workers:
+        with Workers(target, ranks=4, threads=1, name="group cache", arguments={"flags": [*flags, *ours]}) as workers:
             for _ in range(steps // 100):
                 workers.call("train", timeout_seconds=_TIMES_SECONDS, steps=100)
         ranks = [list(read_record(path)) for path in records_of(folder)]
-    caches: dict[int, GroupCache[None]] = {}
+    caches: dict[int, GroupCache[tuple[int, ...]]] = {}
     hits, looked_up = 0, 0
     for number, together in enumerate(zip(*ranks, strict=True)):
         layer = together[0].layer
-        step, key = number // 2, np.stack([one.map_TE.any(0) for one in together]).tobytes()
-        cache = caches.setdefault(layer, GroupCache(64))
+        step, cache = number // _CACHE_LAYERS, caches.setdefault(layer, GroupCache(DistributedConfig().group_cache))
         before = cache.hits
-        cache.get(key, step=step, make=lambda: None)
+        active_PE = np.stack([one.map_TE.any(0) for one in together])
+        experts = active_PE.shape[1]
+        owners_E = np.repeat(np.arange(len(ranks)), experts // len(ranks))
+        make_groups(active_PE, owners_E, lambda bits, n, c=cache, s=step: c.get(bits, step=s, make=lambda: ()))
         if step >= _WARM_STEPS:
-            hits, looked_up = hits + cache.hits - before, looked_up + 1
+            hits, looked_up = hits + cache.hits - before, looked_up + experts
     say(f"    {looked_up} look-ups, {hits} hits")
     return 100 * hits / looked_up
 

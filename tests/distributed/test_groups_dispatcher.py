@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.megatron_state import fresh_parallel_state
 from tests.distributed.test_experts_of_ranks import Routes, differences, train
-from tests.unit.megatron_ext.layers import build, tokens
+from tests.unit.megatron_ext.layers import EXPERTS, build, tokens
 
 pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
@@ -77,7 +77,7 @@ def _before_the_step(name: str) -> bool:
 def test_a_step_gives_what_stock_gives(pools, world, ep, groups, kind):
     for found, looked_up in pools[world].run(train_each_case, ep=ep, groups=groups, kind=kind):
         assert found == {name: [] for name in CASES}
-        assert looked_up == len(CASES)
+        assert looked_up == len(CASES) * EXPERTS
 
 
 # --- capacity, dropping, padding, shared experts ----------------------------------------------------------------------

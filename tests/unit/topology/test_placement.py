@@ -51,7 +51,7 @@ def test_each_expert_has_one_rank_and_ranks_have_as_many(ranks, local, seed, kno
 def test_clusters_that_are_chosen_together_get_a_rank_each():
     for experts in (16, 64):
         maps = [synthetic("clusters", tokens=512, experts=experts, topk=2, seed=seed) for seed in range(4)]
-        slots = place(sum(pairs_of(m) for m in maps), ranks=4)
+        slots = place(np.sum([pairs_of(m) for m in maps], axis=0), ranks=4)
         cluster_E = clusters_of(experts)
         assert [len({int(cluster_E[e]) for e in rank}) for rank in slots] == [1] * 4
 
@@ -76,7 +76,8 @@ def test_experts_go_to_the_ranks_whose_tokens_choose_them_inside_a_node():
 
 
 def test_what_is_there_stays_and_a_new_node_takes_its_share():
-    pairs = sum(pairs_of(synthetic("clusters", tokens=512, experts=16, topk=2, seed=s)) for s in range(4))
+    maps = [synthetic("clusters", tokens=512, experts=16, topk=2, seed=s) for s in range(4)]
+    pairs: np.ndarray = np.sum([pairs_of(m) for m in maps], axis=0)
     before = tuple(reversed(place(pairs, ranks=4)))
     assert place(pairs, ranks=4, before=before) == before
     assert moves_between(before, before) == []
