@@ -49,6 +49,12 @@ class Runtime:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
         where, which, record = config.distributed.topology, config.distributed.placement, config.observe.routing
+        topology = None if where is None else Topology.from_file(where)
+        if topology is not None and topology.num_ranks < world:
+            raise ValueError(
+                f"distributed.topology={where} has {topology.num_ranks} ranks, the run has {world}; add nodes to it, "
+                "e.g. with `megascale topology recompile`"
+            )
         return cls(
             config,
             manager,
@@ -56,7 +62,7 @@ class Runtime:
             products,
             backend,
             observation,
-            topology=None if where is None else Topology.from_file(where),
+            topology=topology,
             placement=None if which is None else Placement.from_file(which),
             routing=None if record is None else RoutingWriter(record, rank=rank),
         )

@@ -171,8 +171,8 @@ def describe(topology: Topology, group: int | None) -> list[str]:
         latency = f"{1e6 * level.latency_seconds:.1f} us"
         lines.append(f"  {level.name}: {level.bandwidth / 1e9:.3g} GB/s a rank, {latency}, {units} units")
     if group is not None:
-        in_order = [range(i, i + group) for i in range(0, topology.num_ranks, group)]
         best = groups_by_level(topology, group)
+        in_order = [range(i, i + group) for i in range(0, topology.num_ranks, group)]
         for level in topology.levels:
             now = sum(_widest(topology, ranks) == level.name for ranks in in_order)
             could = sum(name == level.name for _, name in best)

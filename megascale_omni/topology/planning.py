@@ -44,6 +44,8 @@ def plan_layers(
     Raises:
         ValueError: no record, experts that the ranks cannot divide, or a topology with fewer ranks.
     """
+    if ranks < 1:
+        raise ValueError(f"groups of {ranks} ranks hold no experts; give 1 or more")
     if topology is not None and topology.num_ranks < ranks:
         raise ValueError(f"the topology has {topology.num_ranks} ranks, a group has {ranks}; add nodes to it")
     planned = []

@@ -32,7 +32,7 @@ def simulate_job(args: argparse.Namespace) -> dict[str, object]:
     """
     topology = _topology(args)
     ranks, size = args.ranks or topology.num_ranks, args.expert_parallel
-    if ranks % size or size < 1 or ranks > topology.num_ranks:
+    if size < 1 or ranks % size or ranks > topology.num_ranks:
         raise ValueError(
             f"{ranks} ranks in groups of {size} on a topology of {topology.num_ranks}: choose a divisor, and no more "
             "ranks than there are"

@@ -92,11 +92,16 @@ class Recorded:
 
 
 class RoutingWriter:
-    """Appends what a rank's routers chose to ``folder``."""
+    """Writes what a rank's routers choose to ``folder``, anew. Raises ValueError where that cannot be written."""
 
     def __init__(self, folder: str | Path, *, rank: int) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = record_path(folder, rank).open("wb")
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = record_path(folder, rank).open("wb")
+        except OSError as error:
+            raise ValueError(
+                f"routing folder {folder} cannot be written: {error.strerror}; give another one"
+            ) from error
 
     def write(self, layer: int, step: int, map_TE: np.ndarray) -> None:
         """One forward of one module."""

@@ -189,6 +189,7 @@ def test_recompiling_from_python_gives_a_node_of_its_own():
         ("simulate --ranks 8 --routing nowhere", "nowhere has no record of routing"),
         ("simulate --ranks 8 --topk 99", "--topk=99 of --experts=64"),
         ("simulate --ranks 8 --experts 60", "60 experts cannot be divided among 8 ranks evenly"),
+        ("simulate --ranks 8 --expert-parallel 0", "8 ranks in groups of 0"),
         ("probe --output x.yaml", "start it with torchrun"),
         ("plan --routing nowhere --expert-parallel 2 --output x", "nowhere has no record of routing"),
         ("show nothing.yaml", "topology file nothing.yaml cannot be read"),
