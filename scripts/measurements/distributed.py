@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megascale_omni.config import DistributedConfig
+from megascale_omni.groups.cache import GroupCache
+from megascale_omni.groups.gossip import simulate_gossip
+from megascale_omni.groups.plan import make_groups, ranks_of
+from megascale_omni.topology.levels import Topology
+from megascale_omni.topology.routing import Choices, read_record, records_of, synthetic
+from megascale_omni.topology.scaling import micro_batches_of, step_seconds
+from megascale_omni.topology.simulate import LayerShape, simulate
 from scripts.comparison.presets import preset_flags
 from scripts.exactness.layouts import LAYOUTS, MEGASCALE_FLAGS
 from scripts.exactness.runner import prove
@@ -261,13 +269,12 @@ _CACHE_FLAGS = (
 )
 
 
+def _looked_up(cache: GroupCache[tuple[int, ...]], step: int, bits: bytes, ranks: int) -> tuple[int, ...]:
+    return cache.get(bits, step=step, make=lambda: ranks_of(bits, ranks))
+
+
 def _cache_hits(context: Context) -> float:
     """Percent of look-ups in the last 1000 steps that found their group, replayed from what the routers chose."""
-    from megascale_omni.config import DistributedConfig
-    from megascale_omni.groups.cache import GroupCache
-    from megascale_omni.groups.plan import make_groups
-    from megascale_omni.topology.routing import read_record, records_of
-
     with tempfile.TemporaryDirectory(prefix="megascale-routing-") as folder:
         steps = _WARM_STEPS + _CACHE_STEPS
         flags = [*_CACHE_FLAGS.split(), "--train-iters", str(steps), "--data-path", str(context.data_path)]
@@ -286,7 +293,7 @@ def _cache_hits(context: Context) -> float:
         active_PE = np.stack([one.map_TE.any(0) for one in together])
         experts = active_PE.shape[1]
         owners_E = np.repeat(np.arange(len(ranks)), experts // len(ranks))
-        make_groups(active_PE, owners_E, lambda bits, n, c=cache, s=step: c.get(bits, step=s, make=lambda: ()))
+        make_groups(active_PE, owners_E, partial(_looked_up, cache, step))
         if step >= _WARM_STEPS:
             hits, looked_up = hits + cache.hits - before, looked_up + experts
     say(f"    {looked_up} look-ups, {hits} hits")
@@ -309,8 +316,6 @@ _JOB = 1440
 
 def _rounds(context: Context) -> float:
     """Rounds beyond ceil(log2 N). Raises where ranks disagree in the end."""
-    from megascale_omni.groups.gossip import simulate_gossip
-
     vectors = np.arange(2 * _JOB).reshape(_JOB, 2)
     rounds, knows = simulate_gossip(vectors)
     if not (knows == vectors).all():
@@ -324,10 +329,6 @@ def _wrong(context: Context, *, ranks: int) -> float:
 
 
 def _racks(context: Context) -> float:
-    from megascale_omni.topology.levels import Topology
-    from megascale_omni.topology.routing import Choices, synthetic
-    from megascale_omni.topology.simulate import LayerShape, simulate
-
     maps = [synthetic("uniform", tokens=TOKENS, experts=64, topk=8, seed=rank) for rank in range(8)]
     found = simulate("groups", [Choices.of_map(map_TE) for map_TE in maps], LayerShape(4096, 64, 1))
     apart, near = (Topology.uniform(8, per_node=1, per_rack=per_rack) for per_rack in (1, 8))
@@ -335,8 +336,6 @@ def _racks(context: Context) -> float:
 
 
 def _scaling(context: Context) -> float:
-    from megascale_omni.topology.scaling import micro_batches_of, step_seconds
-
     used = {}
     for ranks in (240, _JOB):
         count = micro_batches_of(ranks=ranks, ranks_of_a_pipeline=120, batches=720)
