@@ -260,5 +260,5 @@ def binding_of(rank: int, request: SaveRequest, experts: Sequence[ExpertsPiece])
         "device": str(experts[0].experts.manager.arena.device) if experts else "cpu",
         "cpus": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "coordinates": dict(request.coordinates),
-        "experts": {p.path: [p.first_expert, p.first_expert + p.experts.num_experts] for p in experts},
+        "experts": {p.path: p.numbers_here for p in experts},
     }
