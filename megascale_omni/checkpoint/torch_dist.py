@@ -145,7 +145,7 @@ def load_plain(data: bytes, what: str) -> Any:  # noqa: ANN401 - whatever was sa
                 allowed.append((type(name.rpartition(".")[2], (_Opaque,), {}), name))
         with torch.serialization.safe_globals(allowed):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         lines = str(error).splitlines() or [""]
         told = next((line for line in lines if "WeightsUnpickler error" in line), lines[0])  # without torch's advice
         raise ValueError(f"{what} cannot be read: {type(error).__name__}: {told.strip()}") from error
