@@ -11,7 +11,7 @@ import torch
 
 from megascale_omni import cli
 from megascale_omni.checkpoint.boxes import whole
-from megascale_omni.checkpoint.torch_dist import TorchDist
+from megascale_omni.checkpoint.torch_dist import TorchDist, load_plain
 from tests.integration.megatron_ext.runs import (
     DISTRIBUTED_OPTIMIZER,
     EXPERT_PARALLEL,
@@ -20,7 +20,7 @@ from tests.integration.megatron_ext.runs import (
     trainer,
     write_corpus,
 )
-from tests.integration.megatron_ext.snapshots import same_bits, stored_common
+from tests.integration.megatron_ext.snapshots import same_bits
 
 PAGED = "--megascale-checkpoint-format paged"
 SPARSE = "--moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0"
@@ -49,10 +49,14 @@ def go_on(rank: int, world: int, *, corpus: str, options: str, folder: str, mega
 
 def same(first: Any, second: Any) -> bool:
     """Whether two objects of a checkpoint are equal."""
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and same_bits(first, second)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and same_bits(first.reshape(-1), second.reshape(-1))
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+        return (
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(same(first[key], second[key]) for key in first)
+        )
     if isinstance(first, list | tuple):
         return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
     return bool(np.array_equal(first, second))
@@ -68,12 +72,15 @@ def differences(first: Path, second: Path) -> list[str]:
         found += [] if same_bits(*parts) else [name]
     for name in sorted(set(one.objects) & set(other.objects)):
         found += [] if same(one.object(name), other.object(name)) else [name]
-    mine, theirs = stored_common(first), stored_common(second)
-    return found + [
-        f"{key}: {mine.get(key)} {theirs.get(key)}"
-        for key in sorted(mine.keys() | theirs.keys(), key=str)
-        if mine.get(key) != theirs.get(key)
-    ]
+    mine, theirs = common_of(first), common_of(second)
+    found += sorted(mine.keys() ^ theirs.keys(), key=str)
+    return found + [f"{key}: {mine[key]} {theirs[key]}" for key in mine if not same(mine[key], theirs.get(key))]
+
+
+def common_of(path: Path) -> dict[str, Any]:
+    """What is neither a tensor of the model nor an object of a rank; of the arguments only the position."""
+    common: dict[str, Any] = load_plain((path / "common.pt").read_bytes(), "common.pt")
+    return {**common, "args": common["args"].consumed_train_samples}
 
 
 def convert(source: str, target: str, to: str) -> None:
