@@ -19,6 +19,10 @@ The forward keeps the tokens, their probabilities and the pre-activations; activ
 The pre-activations of (expert, slice) are one contiguous block ``[n, R]`` of a flat buffer in (expert, slice) order,
 so that products write straight into it and a batch is one matrix. Nothing refers to a page between forward and
 backward: weight pages may come and go.
+
+The buffer is lent by the workspace and given back at the end of the backward. A graph that is kept (``retain_graph``)
+may be walked again until another forward has borrowed the buffer; then autograd refuses, because it sees that what was
+saved has been written to.
 """
 
 from __future__ import annotations
@@ -63,19 +67,16 @@ def _forward(
     x_Nh: torch.Tensor,
     probs_N: torch.Tensor | None,
     *,
+    flat: torch.Tensor,
     y_Nh: torch.Tensor,
-    keep: bool,
-) -> torch.Tensor:
-    """Runs all waves, which fill ``y``; returns the flat pre-activations (in the workspace unless ``keep``)."""
-    numel = Blocks.numel(context.layout, x_Nh.shape[0])
-    flat = x_Nh.new_empty(numel) if keep else context.workspace.take("pre_activations", (numel,), x_Nh.dtype)
+    phase: Phase,
+) -> None:
+    """Runs all waves, which fill ``y`` and ``flat``, the pre-activations."""
     call = context.backend.forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
-    phase = _forward_phase(keep)
     if phase is Phase.FORWARD:
         context.manager.routed(context.module, rows.counts)
     for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
         call.wave(wave)
-    return flat
 
 
 def _forward_phase(keep: bool) -> Phase:
@@ -106,10 +107,13 @@ class PagedExpertsFunction(torch.autograd.Function):
         x, work = x.contiguous(), context.workspace
         x_Nh = gather_rows(x, index_N, work, "rows.tokens")
         y_Nh = room_for_rows(x, index_N, work, "rows.results")
-        flat = _forward(context, rows, x_Nh, probs_N, y_Nh=y_Nh, keep=keep)
+        numel = Blocks.numel(context.layout, x_Nh.shape[0])
+        room = work.lend(numel, x.dtype) if keep else work.take("pre_activations", (numel,), x.dtype)
+        flat = room[:numel]
+        _forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh, phase=_forward_phase(keep))
         if keep:
             ctx.save_for_backward(x, probs_N, flat, index_N)  # type: ignore[arg-type]
-            ctx.context, ctx.rows = context, rows  # type: ignore[attr-defined]
+            ctx.context, ctx.rows, ctx.room = context, rows, room  # type: ignore[attr-defined]
         return sum_rows(y_Nh, index_N, x.shape[0])
 
     @staticmethod
@@ -131,6 +135,9 @@ class PagedExpertsFunction(torch.autograd.Function):
             context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create
         ):
             call.wave(wave)
+        if ctx.room is not None:  # type: ignore[attr-defined]
+            work.give_back(ctx.room)  # type: ignore[attr-defined]
+            ctx.room = None  # type: ignore[attr-defined]
         gx = None if gx_Nh is None else sum_rows(gx_Nh, index_N, x.shape[0])
         anchor_gradient = gy.new_zeros(()) if needs_weights else None
         gprobs_N = None if call.gprobs_N is None else call.gprobs_N.to(probs_N.dtype)

@@ -185,3 +185,20 @@ def test_a_workspace_lends_the_same_memory_again_and_grows():
     assert work.nbytes == 4 * 20 + 2 * 6 + 4 * 6
     work.clear()
     assert work.nbytes == 0
+
+
+def test_a_lent_buffer_is_its_borrowers_until_it_is_given_back():
+    work = Workspace(CPU)
+    first, second = work.lend(1000, torch.float32), work.lend(1000, torch.float32)
+    assert first.data_ptr() != second.data_ptr()
+    assert 1000 <= first.numel() <= 1125
+    work.give_back(first)
+    assert work.nbytes == 4 * first.numel()
+    with pytest.raises(RuntimeError, match="given back twice"):
+        work.give_back(first)
+    assert work.lend(1000, torch.bfloat16).dtype is torch.bfloat16  # another dtype takes the place of what is there
+    assert work.nbytes == 0
+    work.give_back(second)
+    assert work.lend(990, torch.float32) is second
+    assert work.lend(1, torch.float32).numel() == 1
+    assert work.lend(0, torch.float32).numel() == 0
