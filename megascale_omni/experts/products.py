@@ -66,22 +66,17 @@ class BlasProducts:
         self._product(a_kn.t(), b_km, out, accumulate)
 
     def _product(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        if a.dtype is torch.float32:
-            if accumulate:
-                out.addmm_(a, b)
-            else:
-                torch.mm(a, b, out=out)
-            return
         if out.dtype is a.dtype and not accumulate:
             torch.mm(a, b, out=out)
-            return
-        # See [Note: products and rounding].
-        partial = self._workspace.take("product", (a.shape[0], b.shape[1]), a.dtype)
-        torch.mm(a, b, out=partial)
-        if accumulate:
-            out.add_(partial)
-        else:
-            out.copy_(partial)
+        elif a.dtype is torch.float32:
+            out.addmm_(a, b)
+        else:  # see [Note: products and rounding]
+            partial = self._workspace.take("product", (a.shape[0], b.shape[1]), a.dtype)
+            torch.mm(a, b, out=partial)
+            if accumulate:
+                out.add_(partial)
+            else:
+                out.copy_(partial)
 
 
 ROW_QUANTUM = 32
