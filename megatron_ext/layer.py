@@ -40,6 +40,8 @@ class MegaScaleMoELayer(MoELayer):
             layer_number=layer_number,
             pg_collection=pg_collection,
         )
+        self._runtime = runtime
+        self._settled = False
         groups = pg_collection or get_default_pg_collection()
         if runtime.config.distributed.dispatcher == "groups":
             self._use_groups(runtime, groups)
@@ -49,7 +51,10 @@ class MegaScaleMoELayer(MoELayer):
     def _use_groups(self, runtime: Runtime, groups: ProcessGroupCollection) -> None:
         experts = self.experts
         assert isinstance(experts, MegaScaleExperts)
-        self._dispatch_with(GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options()))
+        members = torch.distributed.get_process_group_ranks(groups.ep)
+        dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
+        runtime.observation.dispatchers.append(dispatcher.core)
+        self._dispatch_with(dispatcher)
 
     def _dispatch_with(self, dispatcher: MoETokenDispatcher) -> None:
         self.token_dispatcher = dispatcher
@@ -63,3 +68,21 @@ class MegaScaleMoELayer(MoELayer):
             return super().routed_experts_compute(hidden_states, probs)  # type: ignore[no-any-return]
         assert isinstance(experts, MegaScaleExperts)
         return dispatcher.compute(experts, hidden_states, probs), None
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """As stock; experts go where the placement has them in this layer. A collective where there is one."""
+        super().set_layer_number(layer_number)
+        placement = self._runtime.placement
+        if placement is not None and not self._settled and isinstance(self.token_dispatcher, GroupsTokenDispatcher):
+            self.token_dispatcher.settle(placement, layer_number)
+            self._settled = True
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock; what the router chose in training is written down where that was asked for."""
+        probs_TE, map_TE = super().route(hidden_states, padding_mask)
+        writer = self._runtime.routing
+        if writer is not None and self.training and torch.is_grad_enabled():
+            writer.write(self.layer_number or 0, self._runtime.schedule.moment.step, map_TE.bool().cpu().numpy())
+        return probs_TE, map_TE

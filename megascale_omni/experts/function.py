@@ -27,12 +27,13 @@ saved has been written to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
+from megascale_omni.experts.completion import Completion
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.rows import Blocks, Rows
 from megascale_omni.experts.tokens import gather_rows, room_for_rows, sum_rows
@@ -54,6 +55,7 @@ class ExpertsContext:
     products: Products
     workspace: Workspace
     backend: Backend
+    completion: Completion = field(default_factory=Completion)
 
     @property
     def layout(self) -> PageLayout:
@@ -131,10 +133,14 @@ class PagedExpertsFunction(torch.autograd.Function):
             context, rows, (x_Nh, probs_N, flat), gy_Nh, (needs_probs, needs_weights), gx_Nh=gx_Nh
         )
         planes, create = ((Plane.WEIGHT, Plane.GRADIENT), Plane.GRADIENT) if needs_weights else ((Plane.WEIGHT,), None)
+        finisher = context.completion.begin(rows.active) if needs_weights else None
+        soon = () if finisher is None else finisher.planes
         for wave in context.manager.waves(
-            context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create
+            context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create, soon=soon
         ):
             call.wave(wave)
+            if finisher is not None:
+                finisher.wave(wave)
         if ctx.room is not None:  # type: ignore[attr-defined]
             work.give_back(ctx.room)  # type: ignore[attr-defined]
             ctx.room = None  # type: ignore[attr-defined]
