@@ -131,7 +131,7 @@ def test_a_wide_product_gives_its_first_rows_the_same_bits(library, form, accumu
 
 @pytest.mark.skipif(not onednn_keeps_fp32(), reason="fp32 by oneDNN is not to be had here")
 def test_what_torch_may_do_with_fp32_is_as_before_after_a_product():
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     try:
         for precision in ("ieee", "tf32", before):

@@ -48,7 +48,12 @@ def test_rows_by_index_give_the_bits_of_rows_that_autograd_gathers_and_sums(rout
 def test_no_rows_are_kept_for_the_backward():
     index, counts = index_of(ROUTES["two each"])
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+
+    def keep(tensor):
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         small_experts()(leaf(torch.randn(45, HIDDEN)), counts, leaf(torch.rand(90)), index)
     pre_activations = 90 * 2 * FFN
     assert sorted(kept) == [(45, HIDDEN), (90,), (90,), (pre_activations,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,15 +26,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_those_of_stocks_dispatcher(monkeypatch: pytest.MonkeyPatch, kind: str, dispatcher: str) -> None:
-    if dispatcher == "allgather" and "moe_shared_expert_overlap" in KINDS[kind]:
-        pytest.skip("stock's all-gather dispatcher has no place for shared experts beside the dispatch")
+def beside_stocks(rank: int, world: int, *, kind: str, dispatcher: str) -> None:
     fresh_parallel_state()
     ours = build(megascale=True, dispatcher=dispatcher, **KINDS[kind])
-    monkeypatch.setattr(layer, "takes_the_place_of", lambda dispatcher: False)
-    stocks = build(megascale=True, dispatcher=dispatcher, **KINDS[kind])
+    with mock.patch.object(layer, "takes_the_place_of", return_value=False):
+        stocks = build(megascale=True, dispatcher=dispatcher, **KINDS[kind])
     assert type(ours.layer.token_dispatcher) is LocalTokenDispatcher
     assert type(stocks.layer.token_dispatcher) in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
     dtype = torch.bfloat16 if "bf16" in KINDS[kind] else torch.float32
@@ -47,14 +44,27 @@ def test_the_bits_are_those_of_stocks_dispatcher(monkeypatch: pytest.MonkeyPatch
         assert stock.equal(paged)
 
 
+CASES = [(kind, dispatcher) for kind in KINDS for dispatcher in ("alltoall", "allgather")]
+CASES.remove(("shared experts beside", "allgather"))  # stock's all-gather dispatcher has no place for them
+
+
+@pytest.mark.parametrize(("kind", "dispatcher"), CASES)
+def test_the_bits_are_those_of_stocks_dispatcher(pools, kind: str, dispatcher: str) -> None:
+    pools[1].run(beside_stocks, kind=kind, dispatcher=dispatcher)
+
+
+def left_to_stock(rank: int, world: int, *, options: dict[str, Any]) -> None:
+    fresh_parallel_state()
+    assert type(build(megascale=True, **options).layer.token_dispatcher) is MoEAlltoAllTokenDispatcher
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-        {"moe_router_topk": 1, "moe_apply_probs_on_input": True},
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
     ],
     ids=["padded", "probabilities on the input"],
 )
-def test_what_it_does_not_compute_stays_with_stock(options: dict[str, Any]) -> None:
-    fresh_parallel_state()
-    assert type(build(megascale=True, **options).layer.token_dispatcher) is MoEAlltoAllTokenDispatcher
+def test_what_it_does_not_compute_stays_with_stock(pools, options: dict[str, Any]) -> None:
+    pools[1].run(left_to_stock, options=options)
