@@ -74,7 +74,7 @@ def _install(norm: SharedNorm, optimizer: Any) -> Callable[[], float]:  # noqa: 
         return lambda: float(norm.max_norm / (optimizer._global_grad_norm + 1e-6))
     if type(optimizer) is FP16_UnfusedOptimizer:
         _install_unfused(norm, optimizer)
-        return lambda: _zero_coefficient(norm, optimizer)
+        return lambda: 1.0 / max(1.0, (optimizer._global_grad_norm + 1e-6) / norm.max_norm)
     if isinstance(optimizer, torch.optim.Optimizer):
         return norm.plain_coefficient
     raise ValueError(

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_ext.clipping import ModuleClipping, SkippingClipping, clipping_for
 from deepspeed_ext.experts import DeepSpeedExperts
+from deepspeed_ext.messages import said_in_json
 from deepspeed_ext.norms import SharedNorm
 from deepspeed_ext.parameters import Places
 from deepspeed_ext.run import Run
@@ -28,10 +30,11 @@ class ExpertsStep:
         run: what the modules share. modules: paged experts. optimizer: the engine's, as DeepSpeed wrapped it. basic:
         the one inside. places: parameter groups of the modules. sharded: whether each page's state is kept by one of
         the ranks that have it (ZeRO 1 to 3), or by all (ZeRO 0). max_norm: ``gradient_clipping``. average: whether
-        gradients are averaged over ranks or summed.
+        gradients are averaged over ranks or summed. model: the engine's.
 
     Raises:
-        ValueError: an optimizer whose arithmetic paged experts do not have, or a budget that is too small.
+        ValueError: an optimizer whose arithmetic paged experts do not have, a budget that is too small, or clipping
+        options that do not fit the model.
     """
 
     def __init__(
@@ -45,15 +48,17 @@ class ExpertsStep:
         sharded: bool,
         max_norm: float,
         average: bool,
+        model: torch.nn.Module,
     ) -> None:
         self.run = run
-        self.norm = SharedNorm(optimizer, max_norm=max_norm)
         self.gradients = ExpertGradients(modules)
         self.gradients.counts_zeros = False
         self._optimizer = optimizer
         self._average = average
         self._counted_once = counted_once(run)
-        arithmetic = arithmetic_of(basic)
+        self.clipping = self._clipping(model, max_norm)
+        self.norm = self.clipping or SharedNorm(optimizer, max_norm=max_norm)
+        arithmetic = arithmetic_of(basic, device=run.manager.arena.device, kernels=run.backend.name == "triton")
         bindings = self._bindings(modules, places)
         for experts in bindings:
             if experts.pages.dtypes[Plane.WEIGHT] is not torch.float32:
@@ -71,6 +76,22 @@ class ExpertsStep:
         for _ in range(_steps_made(basic)):  # some of DeepSpeed's optimizers begin with a step of zero gradients
             self.adam.step()
 
+    def _clipping(self, model: torch.nn.Module, max_norm: float) -> ModuleClipping | SkippingClipping | None:
+        """What the section asks for beside stock's clipping."""
+        config = self.run.section.config.clip
+        if not config.skips_nonfinite:
+            return None
+        with said_in_json():
+            return clipping_for(
+                config,
+                max_norm=max_norm,
+                optimizer=self._optimizer,
+                model=model,
+                gradients=self.gradients,
+                shards=self._counted_once,
+                device=self.run.manager.arena.device,
+            )
+
     @staticmethod
     def _bindings(modules: list[DeepSpeedExperts], places: Places) -> dict[DeepSpeedExperts, GroupBinding]:
         bindings = {experts: places.binding(experts) for experts in modules if experts.trainable}
@@ -84,10 +105,12 @@ class ExpertsStep:
         return {**{key: group[key] for key in _HYPERPARAMETERS}, "params": []}
 
     def reduce(self) -> None:
-        """Gradients of all ranks become one; takes their norm. A collective of all ranks."""
+        """Gradients of all ranks become one; takes their norm where it is asked for. A collective of all ranks."""
         world = dist.get_world_size()
         scale = 1.0 / world if self._average else 1.0
         self.gradients.finish(scale=scale, group=self.run.ranks.data)
+        if self.clipping is not None and not self.clipping.wants_experts_norm:
+            return
         squares = torch.tensor([self.gradients.squares(self._counted_once)], dtype=torch.float64)
         if world > 1:
             squares = squares.to(self.run.manager.arena.device)
@@ -112,11 +135,14 @@ def counted_once(run: Run) -> PageShards:
     return PageShards(rank=dist.get_rank(data), size=dist.get_world_size(data), group=data)
 
 
-def arithmetic_of(basic: torch.optim.Optimizer) -> AdamArithmetic:
+def arithmetic_of(
+    basic: torch.optim.Optimizer, *, device: torch.device | None = None, kernels: bool = False
+) -> AdamArithmetic:
     """Adam's operations as the dense part performs them.
 
     DeepSpeed's own kernels (``FusedAdam``, ``DeepSpeedCPUAdam``) compute torch's formulas with fused roundings; for
-    them pages are stepped by torch's operations.
+    them pages are stepped by torch's operations. On CUDA these are its foreach kernels, except where the optimizer says
+    ``foreach=False``. ``device``: of the pages; ``kernels``: whether a Triton kernel steps them there.
 
     Raises:
         ValueError: an optimizer other than Adam or AdamW, or one with amsgrad or maximize.
@@ -135,7 +161,11 @@ def arithmetic_of(basic: torch.optim.Optimizer) -> AdamArithmetic:
     if defaults.get("maximize"):
         raise ValueError("maximize is not supported with megascale; minimise the negated loss")
     return arithmetic_for(
-        decoupled=decoupled, fused=bool(defaults.get("fused")), amsgrad=bool(defaults.get("amsgrad", False))
+        decoupled=decoupled,
+        fused=bool(defaults.get("fused")),
+        amsgrad=bool(defaults.get("amsgrad", False)),
+        device=None if defaults.get("foreach") is False else device,
+        kernels=kernels,
     )
 
 

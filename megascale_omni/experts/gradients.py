@@ -82,10 +82,13 @@ class ExpertGradients:
         for number, experts in enumerate(self.modules):
             if alone or group is None:
                 for name, page in self.pages(experts, write=scale != 1.0):
-                    self._check(experts, name, page)
+                    if not self.takes_sums:
+                        self._check(experts, name, page)
                     if scale != 1.0:
                         page.mul_(scale)
-                    self._statistics[experts, name] = self._measure(page)
+                    found = self._statistics[experts, name] = self._measure(page)
+                    if found.sums is not None and found.sums.non_finite:  # sums have looked at every element
+                        self._check(experts, name, page)
             else:
                 self._reduce(experts, union[number], scale, group)
 
@@ -103,7 +106,7 @@ class ExpertGradients:
     def squares(self, shards: PageShards) -> float:
         """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
         self.takes_norms = True
-        return sum(found.squares or 0.0 for experts in self.modules for found in self._owned(experts, shards))
+        return sum(found.squares or 0.0 for experts in self.modules for _, found in self._owned(experts, shards))
 
     def zeros(self, shards: PageShards) -> int:
         """Zeros among gradients this rank owns; absent pages are zeros, frozen modules have none."""
@@ -112,13 +115,21 @@ class ExpertGradients:
         for experts in self.modules:
             if experts.trainable:
                 zeros += sum(experts.layout.page_numel(name[1]) for name in shards.owned(experts))
-                zeros -= sum(found.nonzeros or 0 for found in self._owned(experts, shards))
+                zeros -= sum(found.nonzeros or 0 for _, found in self._owned(experts, shards))
         return zeros
 
     def sums(self, experts: PagedExperts, shards: PageShards) -> GradientStatistics:
-        """The sums of one module's gradients that this rank owns; elements of absent pages do not count."""
+        """The sums of one module's gradients that this rank owns; elements of experts without tokens do not count.
+
+        Pages of those are absent, or all zero where a layer pads what it sends to its experts.
+        """
         self.takes_sums = True
-        found = [page.sums for page in self._owned(experts, shards) if page.sums is not None]
+        by_expert: dict[int, list[GradientStatistics]] = {}
+        for (expert, _), page in self._owned(experts, shards):
+            if page.sums is not None:
+                by_expert.setdefault(expert, []).append(page.sums)
+        touched = [pages for pages in by_expert.values() if any(s.absolute or s.non_finite for s in pages)]
+        found = [page for pages in touched for page in pages]
         return GradientStatistics(
             count=math.fsum(s.count for s in found),
             total=sum(s.total for s in found),
@@ -128,7 +139,7 @@ class ExpertGradients:
             largest=max((s.largest for s in found), default=0.0),
         )
 
-    def _owned(self, experts: PagedExperts, shards: PageShards) -> list[PageStatistics]:
+    def _owned(self, experts: PagedExperts, shards: PageShards) -> list[tuple[PageName, PageStatistics]]:
         """What was measured of the present pages of a module that this rank owns; measures what was not."""
         if not experts.trainable:
             return []
@@ -137,7 +148,7 @@ class ExpertGradients:
         missing = [name for name in owned if not self._is_measured(self._statistics.get((experts, name)))]
         for name, page in self.pages(experts, names=missing):
             self._statistics[experts, name] = self._measure(page)
-        return [self._statistics[experts, name] for name in owned]
+        return [(name, self._statistics[experts, name]) for name in owned]
 
     def _is_measured(self, found: PageStatistics | None) -> bool:
         if found is None or (self.takes_norms and found.squares is None):
