@@ -79,9 +79,13 @@ class DenseGradients(ABC):
         """From now on the optimizer asks ``verdict``."""
 
     def _apply(self, verdict: Verdict, name: str, gradient: torch.Tensor) -> None:
-        limit = verdict.limit(name)
-        if limit is not None:
-            gradient.mul_(self.factor(limit))
+        self._multiply(gradient, verdict.limit(name))
+
+    def _multiply(self, gradient: torch.Tensor, limit: Limit | None) -> None:
+        """Without a pass over gradients that stay as they are."""
+        factor = 1.0 if limit is None else self.factor(limit)
+        if float(factor) < 1.0:
+            gradient.mul_(factor)
 
     def _apply_to(self, verdict: Verdict, flat: torch.Tensor, pieces: list[_Piece]) -> None:
         """One product for each run of pieces with the same limit."""
@@ -90,8 +94,7 @@ class DenseGradients(ABC):
         for piece in [*pieces, _Piece("", flat.numel(), 0)]:
             limit = verdict.limit(piece.name) if piece.name else None
             if piece.start != stop or limit != current:
-                if current is not None and stop > start:
-                    flat.narrow(0, start, stop - start).mul_(self.factor(current))
+                self._multiply(flat.narrow(0, start, stop - start), current)
                 start, current = piece.start, limit
             stop = piece.start + piece.length
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -101,6 +102,19 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             average=bool(self.gradient_average),
             model=self.module,
         )
+        if not self.zero_optimization():  # ZeRO's own keeps what was reduced already
+            self._let_zero_grad_drop_pages()
+
+    def _let_zero_grad_drop_pages(self) -> None:
+        """The optimizer's ``zero_grad`` makes gradient pages absent too."""
+        stock_zero_grad = self.optimizer.zero_grad
+
+        def zero_grad(_: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - stock's signature
+            stock_zero_grad(*args, **kwargs)
+            if self.experts_step is not None and not self._in_step:
+                self.experts_step.gradients.drop()
+
+        self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)
 
     def clip_fp32_gradients(self) -> None:
         """As stock, over both parts (a plain torch optimizer, ZeRO 0)."""

@@ -6,8 +6,8 @@ a run of at most ``RUN`` elements sums are made in fp32 by vectorised kernels, w
 cache; runs are added in fp64. A run whose fp32 sums overflow or underflow is summed again in fp64; what is then not
 finite has elements that are not.
 
-torch's ``sum`` is pairwise. Its ``vector_norm`` adds up in order, 8 or 16 at once, and errs by 1e-6 and more where there
-are many elements; of rows of ``ROW`` it is exact to 1e-7, and needs one pass where squaring and adding need two.
+torch's ``sum`` is pairwise. Its ``vector_norm`` adds up in order, 8 or 16 at once, and errs by 1e-6 and more of many
+elements; of rows of ``ROW`` it is exact to 1e-7, and needs one pass where squaring and adding need two.
 """
 
 from __future__ import annotations
