@@ -102,9 +102,11 @@ class DenseGradients(ABC):
 class _Zero(DenseGradients):
     """What the optimizers of ZeRO 1 to 3 share: flat fp32 gradients, one shard a rank."""
 
+    norm_dtype = torch.float32
+
     def factor(self, limit: Limit) -> Factor:
-        """The reciprocal of a factor that is at least 1."""
-        norm = torch.tensor(limit.norm, dtype=torch.float32)
+        """The reciprocal of a factor that is at least 1, in the dtype of the optimizer's norm."""
+        norm = torch.tensor(limit.norm, dtype=self.norm_dtype)
         return 1.0 / torch.clamp((norm + 1e-6) / limit.threshold, min=1.0)
 
 
@@ -179,6 +181,9 @@ class Zero3Gradients(_Zero):
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:  # noqa: ANN401
         super().__init__(optimizer, names)
+        from deepspeed.runtime.zero.utils import get_norm_dtype
+
+        self.norm_dtype = get_norm_dtype()
         self._stock_norms: Callable[[], list[torch.Tensor]] = optimizer._get_norm_groups
         self._pieces: list[list[_Piece]] = []
 

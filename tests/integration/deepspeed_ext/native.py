@@ -93,7 +93,7 @@ def beside_stock(rank: int, world: int, *, stages: list[int], kind: str, ep_size
 
 def modules_of(rank: int, world: int, *, stages: list[int], ep_size: int) -> list[dict[str, dict[str, float]]]:
     """By stage: what clipping by module finds at the fifth step."""
-    section = {"clip": {"mode": "cmsa", "alpha": 0.35, "base": 1e-3}}
+    section: dict[str, object] = {"clip": {"mode": "cmsa", "alpha": 0.35, "base": 1e-3}}
     with fresh_deepspeed():
         found = []
         for stage in stages:

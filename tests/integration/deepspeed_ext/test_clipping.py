@@ -15,7 +15,7 @@ from tests.integration.deepspeed_ext.test_beside_stock import FEW_TOKENS, offloa
 
 STAGES = (0, 1, 2, 3)
 SMALL = Case(steps=2, clipping=0.02, size=Size(layers=1))
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP32_SUMS: dict[str, object] = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def assert_together(pools: Pools, world: int, cases: list[Case]) -> None:
@@ -39,7 +39,7 @@ def test_experts_divided_on_disk_or_without_tokens(pools: Pools, tmp_path: Path)
     divided = [replace(few, stage=stage, section={"expert_parallel_size": 2}) for stage in (0, 2)]
     assert_together(pools, 2, [replace(few, stage=1), *divided])
     section = {"device_budget": "25%", "disk_path": str(tmp_path), "page_size_bytes": 65536}
-    size = Size(experts=16, top_k=1, ffn=128, hidden=128, layers=2)
+    size = Size(experts=16, top_k=1, ffn=128, hidden=128, layers=3)
     assert_together(pools, 1, [replace(few, size=size, section=section)])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megascale_omni.clipping.record import read_clip_record
+from scripts.deepspeed_runs.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["--length", "16"]
@@ -70,7 +71,7 @@ def test_comparison(text: str, published: str, tmp_path: Path) -> None:
     assert found["max_relative_grad_norm_difference"] <= 1e-5
 
 
-def test_mistakes_are_said_in_a_line(text: str) -> None:
-    done = finetune("--deepspeed", "missing.json", "--data-path", text)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("finetune_hf_moe.py: DeepSpeed configuration missing.json")
+def test_mistakes_are_said_in_a_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--deepspeed", "missing.json", "--data-path", text]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("finetune_hf_moe.py: DeepSpeed configuration missing.json")

@@ -1,5 +1,7 @@
 """The arithmetic that pages are stepped in is that of the optimizer that DeepSpeed made."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from deepspeed_ext.stepping import arithmetic_of
 CUDA = torch.device("cuda")
 
 
-def optimizer(kind: type[torch.optim.Optimizer], **settings: object) -> torch.optim.Optimizer:
+def optimizer(kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
     return kind([torch.nn.Parameter(torch.zeros(2))], **settings)  # type: ignore[call-arg]
 
 
