@@ -108,7 +108,7 @@ class ExpertsStep:
         """Gradients of all ranks become one; takes their norm where it is asked for. A collective of all ranks."""
         world = dist.get_world_size()
         scale = 1.0 / world if self._average else 1.0
-        self.gradients.finish(scale=scale, group=self.run.ranks.data)
+        self.gradients.finish(scale=scale, group=self.run.ranks.data, shards=self.adam.shards)
         if self.clipping is not None and not self.clipping.wants_experts_norm:
             return
         squares = torch.tensor([self.gradients.squares(self._counted_once)], dtype=torch.float64)
