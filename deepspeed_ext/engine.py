@@ -101,9 +101,14 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             max_norm=float(self.gradient_clipping() or 0.0),
             average=bool(self.gradient_average),
             model=self.module,
+            backwards=self._backwards_of_a_step,
         )
         if not self.zero_optimization():  # ZeRO's own keeps what was reduced already
             self._let_zero_grad_drop_pages()
+
+    def _backwards_of_a_step(self) -> int | None:
+        """Where the caller says when a step comes, nobody knows before."""
+        return int(self.gradient_accumulation_steps()) if self.managed_gradient_accumulation() else None
 
     def _let_zero_grad_drop_pages(self) -> None:
         """The optimizer's ``zero_grad`` makes gradient pages absent too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed_ext.messages import said_in_json
 from deepspeed_ext.norms import SharedNorm
 from deepspeed_ext.parameters import Places
 from deepspeed_ext.run import Run
+from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
@@ -30,7 +32,8 @@ class ExpertsStep:
         run: what the modules share. modules: paged experts. optimizer: the engine's, as DeepSpeed wrapped it. basic:
         the one inside. places: parameter groups of the modules. sharded: whether each page's state is kept by one of
         the ranks that have it (ZeRO 1 to 3), or by all (ZeRO 0). max_norm: ``gradient_clipping``. average: whether
-        gradients are averaged over ranks or summed. model: the engine's.
+        gradients are averaged over ranks or summed. model: the engine's. backwards: how many of them a step has, None
+        where nobody knows.
 
     Raises:
         ValueError: an optimizer whose arithmetic paged experts do not have, a budget that is too small, or clipping
@@ -49,6 +52,7 @@ class ExpertsStep:
         max_norm: float,
         average: bool,
         model: torch.nn.Module,
+        backwards: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.run = run
         self.gradients = ExpertGradients(modules)
@@ -73,6 +77,8 @@ class ExpertsStep:
             shards=self._counted_once if sharded else PageShards(),
             max_lag=run.section.config.paging.max_lag_steps,
         )
+        if self._completes_in_backward():
+            LastGradients(self.gradients, scale=self._scale, backwards=backwards)
         for _ in range(_steps_made(basic)):  # some of DeepSpeed's optimizers begin with a step of zero gradients
             self.adam.step()
 
@@ -104,11 +110,22 @@ class ExpertsStep:
     def _settings(group: dict[str, Any]) -> dict[str, Any]:
         return {**{key: group[key] for key in _HYPERPARAMETERS}, "params": []}
 
+    @property
+    def _scale(self) -> float:
+        return 1.0 / dist.get_world_size() if self._average else 1.0
+
+    def _completes_in_backward(self) -> bool:
+        """Whether a gradient is complete after this rank's own backwards: no other rank adds to it."""
+        manager = self.run.manager
+        if not self.run.section.config.paging.step_in_backward or self._counted_once.size > 1:
+            return False
+        # On an accelerator that holds every page, a look at each gradient would make the host wait for nothing.
+        return manager.arena.device.type == "cpu" or manager.pager.can_evict
+
     def reduce(self) -> None:
         """Gradients of all ranks become one; takes their norm where it is asked for. A collective of all ranks."""
         world = dist.get_world_size()
-        scale = 1.0 / world if self._average else 1.0
-        self.gradients.finish(scale=scale, group=self.run.ranks.data, shards=self.adam.shards)
+        self.gradients.finish(scale=self._scale, group=self.run.ranks.data, shards=self.adam.shards)
         if self.clipping is not None and not self.clipping.wants_experts_norm:
             return
         squares = torch.tensor([self.gradients.squares(self._counted_once)], dtype=torch.float64)
