@@ -179,14 +179,14 @@ def dense_apart(rank: int, world: int, *, kind: str, stages: list[int], offload:
         return found
 
 
-def encoder_norms(rank: int, world: int) -> list[float]:
-    """Under ZeRO 3, at a step with images and one without."""
+def encoder_norms(rank: int, world: int, *, stage: int, offload: bool) -> list[float]:
+    """At a step with images and one without."""
     with fresh_deepspeed():
         import deepspeed
 
         import deepspeed_ext  # noqa: F401
 
-        engine, *_ = deepspeed.initialize(model=_dense("absent"), config=_dense_config(3, offload=False))
+        engine, *_ = deepspeed.initialize(model=_dense("absent"), config=_dense_config(stage, offload=offload))
         norms = []
         for step in range(2):
             engine.backward(engine(*_dense_batch("absent", step, range(rank, rank + 1))))

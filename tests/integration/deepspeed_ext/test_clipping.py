@@ -82,13 +82,15 @@ def test_models_without_experts_are_clipped_too(pools: Pools, kind: str) -> None
     """An encoder that is frozen, or that a batch does not reach."""
     for found in pools[2].run(clipping.dense_apart, kind=kind, stages=list(STAGES if kind == "frozen" else STAGES[:3])):
         assert max(found) <= 1e-6, found
-    for found in pools[2].run(clipping.dense_apart, kind=kind, stages=[2], offload=True):
-        assert max(found) <= 1e-6, found
+    if kind == "frozen":  # what a batch does not reach is stepped by its last gradient again, see below
+        for found in pools[2].run(clipping.dense_apart, kind=kind, stages=[2], offload=True):
+            assert max(found) <= 1e-6, found
 
 
-def test_what_zero_3_would_step_by_is_what_is_clipped(pools: Pools) -> None:
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True)])
+def test_what_zero_would_step_by_is_what_is_clipped(pools: Pools, stage: int, offload: bool) -> None:
     """It keeps the last gradient of parameters that a step does not reach, and steps by it again."""
-    for with_images, without in pools[2].run(clipping.encoder_norms):
+    for with_images, without in pools[2].run(clipping.encoder_norms, stage=stage, offload=offload):
         assert with_images == without > 0
 
 
