@@ -31,14 +31,20 @@ def corpus(tmp_path_factory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def save_both(rank: int, world: int, *, corpus: str, options: str, paged: str, stock: str) -> None:
-    """The same state in both formats."""
+def save_both(rank: int, world: int, *, corpus: str, options: str, paged: str, stock: str) -> list[float]:
+    """The same state in both formats; then two more losses."""
     from scripts.moe_trainer import checkpointing
 
     with trainer(corpus, options, PAGED, f"--save {paged}", megascale=True) as run:
         losses(run, 3)
         run.save()
         checkpointing.save(run, stock)
+        return losses(run, 2)
+
+
+def go_on(rank: int, world: int, *, corpus: str, options: str, folder: str, megascale: bool) -> list[float]:
+    with trainer(corpus, options, f"--load {folder}", megascale=megascale) as run:
+        return losses(run, 2)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -95,13 +101,18 @@ def test_what_a_run_would_have_saved(pools, corpus, tmp_path, world, options):
     paged, stock, to_stock, to_paged, back = (
         str(tmp_path / n) for n in ("paged", "stock", "to_stock", "to_paged", "back")
     )
-    pools[world].run(save_both, corpus=corpus, options=options, paged=paged, stock=stock)
+    straight = pools[world].run(save_both, corpus=corpus, options=options, paged=paged, stock=stock)
     convert(paged, to_stock, "torch_dist")
     convert(stock, to_paged, "paged")
     convert(to_paged, back, "torch_dist")
     name = "iter_0000003"
     assert differences(Path(to_stock) / name, Path(stock) / name) == []
     assert differences(Path(back) / name, Path(stock) / name) == []
+    for folder in (to_paged, to_stock):
+        again = pools[world].run(go_on, corpus=corpus, options=options, folder=folder, megascale=True)
+        assert again == straight, folder
+    by_stock = pools[world].run(go_on, corpus=corpus, options=options, folder=to_stock, megascale=False)
+    assert by_stock[0] == pytest.approx(straight[0], rel=1e-4 if "--bf16" in options else 1e-6)
 
 
 def test_what_does_not_convert_is_named(pools, corpus, tmp_path, capsys):
