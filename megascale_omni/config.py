@@ -77,6 +77,8 @@ class PagingConfig:
         disk_path: folder for the scratch file that holds what fits in neither; needed with a device budget.
         checksum: of every page read from disk: ``xxh3``, ``crc32``, ``off``, or ``auto`` (xxh3 where it is installed).
         prefetch: whether pages are fetched before they are needed.
+        step_in_backward: whether gradients are completed, and pages stepped where no clipping waits for all of them, in
+            the backward that is their last; off for loops that compute more backwards than they announce.
         max_lag_steps: most optimizer steps that a page of an unused expert may wait; 0 steps every page at every step.
     """
 
@@ -86,6 +88,7 @@ class PagingConfig:
     disk_path: str | None = None
     checksum: Checksum = "auto"
     prefetch: bool = True
+    step_in_backward: bool = True
     max_lag_steps: int = 100
 
     def __post_init__(self) -> None:
@@ -102,8 +105,9 @@ class PagingConfig:
             raise ValueError(f"paging.checksum={self.checksum!r} is unknown; choose one of {known}")
         if isinstance(self.max_lag_steps, bool) or not isinstance(self.max_lag_steps, int) or self.max_lag_steps < 0:
             raise ValueError(f"paging.max_lag_steps={self.max_lag_steps!r} must be a whole number of steps, 0 or more")
-        if not isinstance(self.prefetch, bool):
-            raise ValueError(f"paging.prefetch={self.prefetch!r} must be true or false")
+        for key in ("prefetch", "step_in_backward"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"paging.{key}={getattr(self, key)!r} must be true or false")
         for key in ("device_budget", "host_budget"):
             if getattr(self, key) not in (None, "auto"):
                 parse_budget(getattr(self, key), key=f"paging.{key}")

@@ -19,6 +19,7 @@ _PAGING = {
     "megascale_disk_path": "disk_path",
     "megascale_page_checksum": "checksum",
     "megascale_prefetch": "prefetch",
+    "megascale_step_in_backward": "step_in_backward",
     "megascale_max_lag": "max_lag_steps",
 }
 """Flags and the paging options that they set."""
@@ -69,6 +70,11 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument("--megascale-disk-path", metavar="DIR", help="folder for the pages that fit in neither")
     group.add_argument("--megascale-page-checksum", choices=["auto", "xxh3", "crc32", "off"], help="of pages on disk")
     group.add_argument("--megascale-prefetch", choices=["on", "off"], help="fetch pages ahead (default on)")
+    group.add_argument(
+        "--megascale-step-in-backward",
+        choices=["on", "off"],
+        help="complete gradients, and without clipping step experts, in the last backward (default on)",
+    )
     group.add_argument(
         "--megascale-max-lag", type=int, metavar="STEPS", help="most steps an unused page may wait (default 100)"
     )
@@ -166,8 +172,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     path = getattr(args, "megascale_config", None)
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
     paging = {field: getattr(args, name) for name, field in _PAGING.items() if getattr(args, name, None) is not None}
-    if "prefetch" in paging:
-        paging["prefetch"] = paging["prefetch"] == "on"
+    for switch in ("prefetch", "step_in_backward"):
+        if switch in paging:
+            paging[switch] = paging[switch] == "on"
     if paging:
         config = config.replace("paging", **paging)
     given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}
