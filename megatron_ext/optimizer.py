@@ -220,6 +220,10 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
             _inner_state(state)[CLIP_STATE] = self.clipping.state_dict()
         return state
 
+    def described_state(self) -> dict[str, Any]:
+        """The part of :meth:`sharded_state_dict` that is no tensor."""
+        return self._state.described()
+
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         """Loads what :meth:`sharded_state_dict` described."""
         clip = _inner_state(state_dict).pop(CLIP_STATE, None)
