@@ -3,12 +3,15 @@
 [Note: what is known of experts]
 A backward needs the experts of its forward, and backwards come in the order of their forwards; the optimizer needs the
 experts that got tokens since the last step. So much is certain. Which experts a forward that has not begun will need is
-not known before its router has spoken: each is taken to be needed with the frequency of its recent past. The next use
-of a page is then an expected time.
+not known before its router has spoken: each is taken to be needed with the frequency of its recent past. Of a page
+whose next use is uncertain the early uses count most, since a page that leaves is missed there: a use ``t`` visits away
+weighs ``exp(-t / horizon)``, the weights are averaged by probability, and the average is taken back to a time. For a
+certain use that is the time itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +28,11 @@ MEMORY = 0.08
 LEAST_FREQUENCY = 1e-3
 """An expert is never taken to be gone for ever."""
 
+HORIZON_VISITS = 4
+"""Horizon of uncertain uses in visits for each module: two micro-batches there and back."""
+
 _NUM_PLANES = len(Plane)
+LEAST_WEIGHT = 1e-300
 NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
 
@@ -70,13 +77,16 @@ class Experts:
         self.stepped = np.zeros_like(self.stepped)
 
 
-def expected_use(experts: Experts, plane: Plane, coming: Iterable[tuple[int, Visit]], *, length: int) -> np.ndarray:
-    """Expected time of the next use of ``plane`` of each expert, ``[num_experts]``, by the visits to come.
+def expected_use(
+    experts: Experts, plane: Plane, coming: Iterable[tuple[int, Visit]], *, length: int, now: int, horizon: float
+) -> np.ndarray:
+    """Time of the next use of ``plane`` of each expert, ``[num_experts]``, by the visits to come after time ``now``.
 
-    ``length`` is a step's number of visits: how far away it is at least when the visits end without a use.
+    ``length`` is a step's number of visits: how far away it is at least when the visits end without a use. ``horizon``
+    is how many visits ahead an uncertain use still weighs much, see [Note: what is known of experts].
     """
     p = experts.frequency
-    expected, unused = np.zeros_like(p), np.ones_like(p)
+    weight, unused = np.zeros_like(p), np.ones_like(p)
     stepped: np.ndarray = experts.stepped
     backwards, unknown, stepping, time = 0, 0, experts.stepping, 0
     read_forward = False
@@ -111,16 +121,17 @@ def expected_use(experts: Experts, plane: Plane, coming: Iterable[tuple[int, Vis
             chance = stepped.astype(float)
             if not read_forward and plane is not Plane.GRADIENT and unknown:
                 chance = np.maximum(chance, 1.0 - (1.0 - p) ** unknown)
-        expected += unused * chance * time
+        weight += unused * chance * math.exp((now - time) / horizon)
         unused = unused * (1.0 - chance)
         unused[unused < NEGLIGIBLE] = 0.0
         if not unused.any():
             break
-    if plane is Plane.GRADIENT:  # what has no use in this step is dropped with it
-        return np.where(unused > 0.5, FAR, expected / np.maximum(1.0 - unused, NEGLIGIBLE))
-    if time == 0:
-        return np.full_like(p, FAR)
-    return expected + unused * (time + length / p)
+    if plane is not Plane.GRADIENT:  # of these, what has no use in this step is dropped with it
+        if time == 0:
+            return np.full_like(p, FAR)
+        weight += unused * np.exp((now - time - length / p) / horizon)
+    use = now - horizon * np.log(np.maximum(weight, LEAST_WEIGHT))
+    return np.where(weight > LEAST_WEIGHT, use.round(6), FAR)  # equal times stay equal
 
 
 class Outlook:
@@ -212,7 +223,9 @@ class Outlook:
     def _refresh(self, entry: ModuleEntry, plane: Plane) -> None:
         experts = self.experts(entry.module)
         coming = self.forecast.coming_to(entry.module)
-        use = expected_use(experts, plane, coming, length=max(1, self.forecast.length))
+        horizon = HORIZON_VISITS * len(self._numbering.entries)
+        length, now = max(1, self.forecast.length), self.forecast.time
+        use = expected_use(experts, plane, coming, length=length, now=now, horizon=horizon)
         part = np.arange(entry.num_pages) / entry.num_pages
         start = entry.first_index * len(Plane) + int(plane)
         stop = start + entry.num_pages * len(Plane)

@@ -26,6 +26,7 @@ from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
+from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
 
@@ -69,6 +70,7 @@ class Pager:
         self.table = table
         self.tiers = tiers
         self.outlook = outlook
+        self.shadows = Shadows(table.slot_class)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
         self._flights: dict[int, Flight] = {}
@@ -98,7 +100,10 @@ class Pager:
 
     def create(self, page_id: int) -> None:
         """Gives an absent page a slot; contents are undefined."""
-        slot = self._take_slot(self.table.slot_class(page_id), wait=True)
+        slot_class = self.table.slot_class(page_id)
+        if self.can_evict:
+            self.shadows.of(slot_class).create(page_id, pinned=self._is_pinned)
+        slot = self._take_slot(slot_class, wait=True)
         assert slot is not None
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
         self.table.dirty[page_id] = True
@@ -116,6 +121,7 @@ class Pager:
             self.tiers.device.free(slot_class, slot)
         elif tier is TierKind.HOST:
             self.tiers.host.free(slot_class, slot)
+        self.shadows.of(slot_class).drop(page_id)
         self.counts["pages_dropped"] += 1
 
     def ensure(self, page_ids: np.ndarray) -> None:
@@ -130,6 +136,7 @@ class Pager:
         if not self.can_evict:
             return
         self.table.check_present(page_ids)
+        self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
         if not away and not flying:
@@ -170,8 +177,12 @@ class Pager:
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
         limit = self.tiers.device.limit(slot_class)
+        self.shadows.of(slot_class).resize(0, here=())  # who leaves now is no page-in of anybody
         while limit is not None and self.tiers.device.used(slot_class) > limit:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
+        table = self.table
+        here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
+        self.shadows.of(slot_class).resize(limit or 0, here=here[np.argsort(table.last_use[here])].tolist())
         self.tiers.device.trim(slot_class)
 
     def send_away(self, page_ids: np.ndarray) -> None:
@@ -205,15 +216,26 @@ class Pager:
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
+    def _is_here(self, page_id: int) -> bool:
+        return page_id in self._flights or bool(self.table.tier[page_id] == DEVICE)
+
+    def _is_pinned(self, page_id: int) -> bool:
+        return bool(self.table.pins[page_id])
+
     def _is_away(self, page_id: int) -> bool:
         return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
 
     def _load(self, page_id: int, *, ahead: int | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` pages early, only where there is some. Whether it did."""
         slot_class = self.table.slot_class(page_id)
+        shadow = self.shadows.of(slot_class)
+        if ahead is not None and not shadow.may_load(page_id):
+            return False
         before = -np.inf if ahead is None else self._displaced_before(page_id, ahead)
+        shadow.loaded(page_id)
         slot = self._take_slot(slot_class, wait=ahead is None, needed_before=before)
         if slot is None:
+            shadow.not_loaded(page_id)
             return False
         target = self.tiers.device.tensor(slot_class, slot)
         source, mover = TierKind(self.table.tier[page_id]), self.tiers.mover
@@ -296,7 +318,15 @@ class Pager:
         away = self._flights.keys() | self._keep
         if away:
             ids = ids[~np.isin(ids, np.fromiter(away, dtype=np.int64))]
-        candidates = Candidates(ids, self.outlook.next_use(ids), table.dirty[ids], table.last_use[ids])
+        shadow = self.shadows.of(slot_class)
+        candidates = Candidates(
+            ids,
+            self.outlook.next_use(ids),
+            table.dirty[ids],
+            table.last_use[ids],
+            shadowed=shadow.holds(ids),
+            allowance=shadow.allowance,
+        )
         return choose_victims(candidates, count=count, needed_before=before)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
@@ -307,6 +337,7 @@ class Pager:
         source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
         assert mover is not None
         assert disk is not None
+        self.shadows.of(slot_class).left(page_id)
         if self.tiers.host.has_room(slot_class):
             host_slot = self.tiers.host.allocate(slot_class)
             held = self.tiers.host.tensor(slot_class, host_slot)
@@ -368,7 +399,9 @@ class Pager:
             self.table.dirty[page_id] = False
         if not stay:
             self._gone(page_id, int(self.table.slot[page_id]), flight.target, flight.slot)
-        elif flight.target is TierKind.HOST:
+            return
+        self.shadows.of(slot_class).stayed(page_id)
+        if flight.target is TierKind.HOST:
             self.tiers.host.free(slot_class, flight.slot)
 
     def _arena(self, kind: TierKind) -> Arena:

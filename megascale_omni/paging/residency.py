@@ -11,13 +11,16 @@ import numpy as np
 class Candidates:
     """Pages of one slot class that may leave: in the arena, not pinned, not on their way.
 
-    Columns of equal length: ``page_ids``; ``next_use`` as the forecast tells; ``dirty``; ``last_use`` (a counter).
+    Columns of equal length: ``page_ids``; ``next_use`` as the forecast tells; ``dirty``; ``last_use`` (a counter);
+    ``shadowed``: LRU would have the page here. At most ``allowance`` of these may leave [Note: never worse than LRU].
     """
 
     page_ids: np.ndarray
     next_use: np.ndarray
     dirty: np.ndarray
     last_use: np.ndarray
+    shadowed: np.ndarray
+    allowance: int
 
 
 def choose_victims(candidates: Candidates, *, count: int, needed_before: float = -np.inf) -> list[int]:
@@ -25,14 +28,19 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
 
     The page whose next use is farthest away goes first (Belady's MIN). Among equals a clean page goes before a dirty
     one, which would have to be written, then the one used longest ago. Pages needed before ``needed_before`` stay.
+    Where room is needed whatever it costs and the allowance leaves nobody, the page used longest ago goes.
     """
     order = np.lexsort((candidates.last_use, candidates.dirty, -candidates.next_use))
     order = order[candidates.next_use[order] > needed_before]
-    victims: list[int] = candidates.page_ids[order[:count]].tolist()
+    shadowed = candidates.shadowed[order]
+    allowed = order[~shadowed | (np.cumsum(shadowed) <= candidates.allowance)][:count]
+    if not len(allowed) and count and needed_before == -np.inf:
+        allowed = order[np.argsort(candidates.last_use[order], kind="stable")][:1]
+    victims: list[int] = candidates.page_ids[allowed].tolist()
     return victims
 
 
-PROBABLE = 0.5
+PROBABLE = 0.9
 """Experts that a visit needs with at least this probability are fetched before it begins."""
 
 ALWAYS_AHEAD = 8

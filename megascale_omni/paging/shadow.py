@@ -1,0 +1,161 @@
+"""What LRU would have done in our place: a count of its page-ins beside ours, and a bound on what ours may cost.
+
+[Note: never worse than LRU]
+Beside the arena runs a shadow: the pages that an arena of the same size would hold if the page used longest ago left
+whenever room is needed, and nothing were fetched ahead. *Credit* is how many page-ins LRU has had more than we. A page
+that the shadow holds and we do not is *missing*: it may cost us a page-in that LRU does not have, once. As long as
+
+    missing <= credit + slack
+
+we never come to more page-ins than LRU and ``slack``, over the whole run, whatever is used next: a use of a missing
+page takes one off both sides, any other use takes nothing off the credit. Three things may break the inequality, and
+each is asked for beforehand: to let a page leave that the shadow holds, to fetch a page ahead that it does not hold,
+and both at once. Where there is no allowance left, a page leaves that the shadow does not hold either (there is one:
+the arena is full, and the shadow is no larger and holds the page that is wanted), and that is LRU again until the
+credit has grown. ``slack`` is a part of one filling of the arena, so that there is something to begin with.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from megascale_omni.paging.layout import SlotClass
+
+
+def slack_of(slots: int) -> int:
+    """Page-ins that a run may have more than LRU in an arena of ``slots`` slots, in all."""
+    return max(1, slots // SLACK_PART)
+
+
+SLACK_PART = 4
+
+
+class ShadowLru:
+    """The shadow of one slot class with ``slots`` slots. See [Note: never worse than LRU]."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.page_ins = 0
+        self._credit = 0
+        self._order: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+        self._missing: set[int] = set()
+
+    @property
+    def allowance(self) -> int:
+        """How many more page-ins than LRU's may still be risked."""
+        return slack_of(self.slots) + self._credit - len(self._missing)
+
+    def may_load(self, page_id: int) -> bool:
+        """Whether a page may be fetched before it is wanted."""
+        return page_id in self._order or self.allowance >= 1
+
+    def holds(self, page_ids: np.ndarray) -> np.ndarray:
+        """Mask: which pages LRU would have in the arena."""
+        order = self._order
+        return np.fromiter((page_id in order for page_id in page_ids.tolist()), dtype=bool, count=len(page_ids))
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def use(self, page_ids: Iterable[int], *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
+        """Pages are used together, once. ``here``: whether we have a page; ``pinned``: whether a lease holds it."""
+        order, wanted = self._order, list(page_ids)
+        absent = []
+        for page_id in wanted:
+            if page_id in order:
+                order.move_to_end(page_id)
+            else:
+                absent.append(page_id)
+        if not absent:
+            return
+        for page_id in absent:
+            self.page_ins += 1
+            self._credit += 1
+            order[page_id] = None
+            if not here(page_id):
+                self._missing.add(page_id)
+        self._shrink(pinned, frozenset(wanted))
+
+    def create(self, page_id: int, *, pinned: Callable[[int], bool]) -> None:
+        """A page came into being, in the arena."""
+        self._order[page_id] = None
+        self._shrink(pinned, frozenset((page_id,)))
+
+    def drop(self, page_id: int) -> None:
+        """A page ceased to be."""
+        self._order.pop(page_id, None)
+        self._missing.discard(page_id)
+
+    def loaded(self, page_id: int) -> None:
+        """We bring a page in. To be told before room is made for it, which must not spend the same allowance."""
+        self._credit -= 1
+        self._missing.discard(page_id)
+
+    def not_loaded(self, page_id: int) -> None:
+        """There was no room after all."""
+        self._credit += 1
+        self.left(page_id)
+
+    def left(self, page_id: int) -> None:
+        """We let a page leave."""
+        if page_id in self._order:
+            self._missing.add(page_id)
+
+    def stayed(self, page_id: int) -> None:
+        """A page that was to leave stays."""
+        self._missing.discard(page_id)
+
+    def resize(self, slots: int, *, here: Iterable[int]) -> None:
+        """The arena has another size: LRU begins anew with what is there (used longest ago first); credit is kept."""
+        self.slots = slots
+        self._order = OrderedDict.fromkeys(here)
+        self._missing.clear()
+        self._credit = max(0, self._credit)
+
+    def _shrink(self, pinned: Callable[[int], bool], keep: frozenset[int]) -> None:
+        """Lets the pages used longest ago leave until the rest fits; those that leases hold stay."""
+        excess = len(self._order) - self.slots
+        if excess <= 0:
+            return
+        leaving = []
+        for page_id in self._order:
+            if page_id in keep or pinned(page_id):
+                continue
+            leaving.append(page_id)
+            if len(leaving) == excess:
+                break
+        for page_id in leaving:
+            del self._order[page_id]
+            self._missing.discard(page_id)
+
+
+class Shadows:
+    """The shadows of all slot classes; ``class_of`` tells a page's."""
+
+    def __init__(self, class_of: Callable[[int], SlotClass]) -> None:
+        self._class_of = class_of
+        self._of: dict[SlotClass, ShadowLru] = {}
+
+    def of(self, slot_class: SlotClass) -> ShadowLru:
+        """The shadow of a class; without slots until it is told otherwise."""
+        if slot_class not in self._of:
+            self._of[slot_class] = ShadowLru(0)
+        return self._of[slot_class]
+
+    def of_page(self, page_id: int) -> ShadowLru:
+        """The shadow of a page's class."""
+        return self.of(self._class_of(page_id))
+
+    def use(self, page_ids: np.ndarray, *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
+        """See :meth:`ShadowLru.use`, for pages of any classes."""
+        groups: dict[SlotClass, list[int]] = {}
+        for page_id in page_ids.tolist():
+            groups.setdefault(self._class_of(page_id), []).append(page_id)
+        for slot_class, pages in groups.items():
+            self.of(slot_class).use(pages, here=here, pinned=pinned)
+
+    def page_in_bytes(self) -> int:
+        """Bytes of the page-ins that LRU would have had."""
+        return sum(shadow.page_ins * slot_class.nbytes for slot_class, shadow in self._of.items())
