@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext import support
+from megatron_ext import routing, support
 from megatron_ext.dispatcher import GroupsTokenDispatcher
 from megatron_ext.experts import MegaScaleExperts
 from megatron_ext.patches import active_runtime
@@ -37,6 +37,12 @@ class MegaScaleMoELayer(MoELayer):
             layer_number=layer_number,
             pg_collection=pg_collection,
         )
+        keeper = runtime.observation.keeper
+        if keeper is not None and keeper.reroutes:
+            routing.check_reroute(config)
+            routing.mask_frozen(self, keeper)
+        if runtime.early_router is not None:
+            runtime.early_router.add(self)
         if runtime.config.distributed.dispatcher == "groups":
             self._use_groups(runtime, pg_collection or get_default_pg_collection())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +15,12 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
+from megascale_omni.paging.foresight import Foresight
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
+from megatron_ext.routing import EarlyRouter
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Runtime:
     products: Products
     backend: Backend
     observation: Observation
+    early_router: EarlyRouter | None
     path_numbers: list[str] = field(default_factory=list)
 
     @classmethod
@@ -41,7 +47,13 @@ class Runtime:
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
-        return cls(config, manager, workspace, products, backend, observation)
+        early = EarlyRouter(Foresight(manager)) if config.paging.prefetch == "early-router" else None
+        if config.heat.frozen == "reroute":
+            logger.warning(
+                "tokens of frozen experts go to the next-best expert (--megascale-frozen reroute). This changes the "
+                "mathematics"
+            )
+        return cls(config, manager, workspace, products, backend, observation, early)
 
     @property
     def schedule(self) -> Schedule:

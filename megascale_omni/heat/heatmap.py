@@ -29,6 +29,7 @@ class HeatMap:
         self._heats = False
         self._entry = None if not manager.modules else manager.modules[0].entry
         self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
+        self._forwards: dict[int, np.ndarray] = {}  # of the part at hand with tokens of each expert, [experts]
         self._uses = np.zeros(0, dtype=np.int64)  # of page indices
         self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]
         self.last_token_step: dict[int, np.ndarray] = {}
@@ -48,8 +49,10 @@ class HeatMap:
         tokens = self._tokens.get(module)
         if tokens is None:
             tokens = self._tokens[module] = np.zeros(len(counts), dtype=np.int64)
+            self._forwards[module] = np.zeros(len(counts), dtype=np.int64)
             self.last_token_step.setdefault(module, np.full(len(counts), self._manager.schedule.moment.step))
         tokens += counts
+        self._forwards[module] += counts > 0
         self.last_token_step[module][counts > 0] = self._manager.schedule.moment.step
 
     def held(self, page_ids: np.ndarray) -> None:
@@ -74,6 +77,20 @@ class HeatMap:
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 
+    def counts(self) -> np.ndarray:
+        """``[modules, experts, 3]`` of the part at hand: tokens, forwards with tokens, step of the last token.
+
+        For modules of equally many experts.
+        """
+        found = np.zeros((len(self._manager.modules), self._manager.modules[0].entry.num_experts, 3), dtype=np.int64)
+        for row, module in enumerate(self._manager.modules):
+            number = module.entry.module
+            if number in self._tokens:
+                found[row, :, 0], found[row, :, 1] = self._tokens[number], self._forwards[number]
+            if number in self.last_token_step:
+                found[row, :, 2] = self.last_token_step[number]
+        return found
+
     def end_part(self) -> None:
         """The newest part is complete; the oldest is forgotten."""
         for module in self._manager.modules:
@@ -91,6 +108,7 @@ class HeatMap:
             past.append(part)
             del past[: -self._parts]
         self._tokens.clear()
+        self._forwards.clear()
         self._uses[:] = 0
 
     def window(self, module: int) -> np.ndarray:

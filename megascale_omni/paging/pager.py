@@ -70,7 +70,7 @@ class Pager:
         self.table = table
         self.tiers = tiers
         self.outlook = outlook
-        self.shadows = Shadows(table.slot_class)
+        self.shadows = Shadows(table.slot_class, lambda slot_class: tiers.device.limit(slot_class) or 0)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
         self._flights: dict[int, Flight] = {}
@@ -177,12 +177,12 @@ class Pager:
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
         limit = self.tiers.device.limit(slot_class)
-        self.shadows.of(slot_class).resize(0, here=())  # who leaves now is no page-in of anybody
+        self.shadows.of(slot_class).restart(())  # who leaves now is no page-in of anybody
         while limit is not None and self.tiers.device.used(slot_class) > limit:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
         table = self.table
         here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
-        self.shadows.of(slot_class).resize(limit or 0, here=here[np.argsort(table.last_use[here])].tolist())
+        self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
         self.tiers.device.trim(slot_class)
 
     def send_away(self, page_ids: np.ndarray) -> None:

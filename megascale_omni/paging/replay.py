@@ -184,9 +184,7 @@ class _Machine:
         self.visit: Visit | None = None
         self.visited = np.zeros(0, dtype=np.int64)
         self.smallest = min(self.slots.values(), default=0)
-        self.shadows = Shadows(lambda page_id: self.classes[page_id])
-        for slot_class, slots in self.slots.items():
-            self.shadows.of(slot_class).resize(slots, here=())
+        self.shadows = Shadows(self.classes.__getitem__, self.slots.__getitem__)
 
     def run(self, events: Iterable[Event]) -> None:
         """Replays events."""

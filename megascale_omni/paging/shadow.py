@@ -34,10 +34,10 @@ SLACK_PART = 4
 
 
 class ShadowLru:
-    """The shadow of one slot class with ``slots`` slots. See [Note: never worse than LRU]."""
+    """The shadow of one slot class. ``slots`` tells how many the arena has. See [Note: never worse than LRU]."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: Callable[[], int]) -> None:
+        self._slots = slots
         self.page_ins = 0
         self._credit = 0
         self._order: OrderedDict[int, None] = OrderedDict()  # used longest ago first
@@ -46,7 +46,7 @@ class ShadowLru:
     @property
     def allowance(self) -> int:
         """How many more page-ins than LRU's may still be risked."""
-        return slack_of(self.slots) + self._credit - len(self._missing)
+        return slack_of(self._slots()) + self._credit - len(self._missing)
 
     def may_load(self, page_id: int) -> bool:
         """Whether a page may be fetched before it is wanted."""
@@ -107,16 +107,15 @@ class ShadowLru:
         """A page that was to leave stays."""
         self._missing.discard(page_id)
 
-    def resize(self, slots: int, *, here: Iterable[int]) -> None:
+    def restart(self, here: Iterable[int]) -> None:
         """The arena has another size: LRU begins anew with what is there (used longest ago first); credit is kept."""
-        self.slots = slots
         self._order = OrderedDict.fromkeys(here)
         self._missing.clear()
         self._credit = max(0, self._credit)
 
     def _shrink(self, pinned: Callable[[int], bool], keep: frozenset[int]) -> None:
         """Lets the pages used longest ago leave until the rest fits; those that leases hold stay."""
-        excess = len(self._order) - self.slots
+        excess = len(self._order) - self._slots()
         if excess <= 0:
             return
         leaving = []
@@ -132,16 +131,16 @@ class ShadowLru:
 
 
 class Shadows:
-    """The shadows of all slot classes; ``class_of`` tells a page's."""
+    """The shadows of all slot classes. ``class_of`` tells a page's; ``slots_of`` a class's slots in the arena."""
 
-    def __init__(self, class_of: Callable[[int], SlotClass]) -> None:
-        self._class_of = class_of
+    def __init__(self, class_of: Callable[[int], SlotClass], slots_of: Callable[[SlotClass], int]) -> None:
+        self._class_of, self._slots_of = class_of, slots_of
         self._of: dict[SlotClass, ShadowLru] = {}
 
     def of(self, slot_class: SlotClass) -> ShadowLru:
-        """The shadow of a class; without slots until it is told otherwise."""
+        """The shadow of a class."""
         if slot_class not in self._of:
-            self._of[slot_class] = ShadowLru(0)
+            self._of[slot_class] = ShadowLru(lambda: self._slots_of(slot_class))
         return self._of[slot_class]
 
     def of_page(self, page_id: int) -> ShadowLru:

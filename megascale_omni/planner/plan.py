@@ -131,8 +131,8 @@ def break_even_tokens(card: ModelCard, machine: Machine) -> dict[str, float]:
     size = 2 if card.bf16 else 4
     peak = machine.device.bf16_flops if card.bf16 else machine.device.fp32_flops
     found = {"host": size * peak / (2 * machine.device.link_bytes)}
-    if machine.disk_bytes_s is not None:
-        found["disk"] = size * peak / (2 * machine.disk_bytes_s)
+    if machine.disk is not None:
+        found["disk"] = size * peak / (2 * machine.disk.read_bytes_s)
     return found
 
 
@@ -163,7 +163,7 @@ def _words(card: ModelCard, machine: Machine, state: RankState, *, room: int, de
     elif room >= state.total_bytes:
         found.append("Everything fits in device memory: paging is not needed. Leave the budget out.")
     short = state.total_bytes - room - machine.host_memory
-    if short > 0 and machine.disk_bytes_s is None:
+    if short > 0 and machine.disk is None:
         found.append(f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks.")
     return found
 

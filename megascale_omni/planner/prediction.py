@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
 from megascale_omni.planner.state import RankState
@@ -20,12 +21,12 @@ from megascale_omni.planner.traffic import Moves, Traffic, Work, step_traffic
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's share of a machine. ``disk_bytes_s`` None: no disk."""
+    """One rank's share of a machine. ``disk`` None: there is none."""
 
     device: Device
     device_memory: int
     host_memory: int
-    disk_bytes_s: float | None
+    disk: Disk | None
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ def timed(
 def io_seconds(moves: Moves, machine: Machine, *, on_disk: float) -> float:
     """Seconds that moving takes where a share ``on_disk`` of it goes to and comes from the disk, the rest the link."""
     link = max(moves.loaded_bytes, moves.written_bytes) / machine.device.link_bytes
-    if not on_disk or machine.disk_bytes_s is None:
+    if not on_disk or machine.disk is None:
         return link
-    return max(link, on_disk * (moves.loaded_bytes + moves.written_bytes) / machine.disk_bytes_s)
+    return max(link, machine.disk.seconds(on_disk * moves.loaded_bytes, on_disk * moves.written_bytes))
 
 
 def tiers_of(state: RankState, machine: Machine, *, budget_bytes: int) -> dict[str, int]:

@@ -66,7 +66,7 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
         yield outlook.Outlook, name, "policy"
     for name in ("use", "of", "of_page", "page_in_bytes"):
         yield shadow.Shadows, name, "policy"
-    for name in ("create", "drop", "loaded", "not_loaded", "left", "stayed", "may_load", "holds", "resize"):
+    for name in ("create", "drop", "loaded", "not_loaded", "left", "stayed", "may_load", "holds", "restart"):
         yield shadow.ShadowLru, name, "policy"
     package = manager.__name__.rpartition(".")[0]
     for module in [m for n, m in sys.modules.items() if n.startswith(package)]:

@@ -2,7 +2,9 @@
 
 import json
 import logging
-from dataclasses import dataclass
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from matplotlib import image
 
 from megascale_omni import cli
 from megascale_omni.config import HeatConfig, ObserveConfig
+from megascale_omni.heat.agreement import Alone, Exchange, spared
 from megascale_omni.heat.heatmap import COMPUTE, MEMORY
 from megascale_omni.heat.keeper import HeatKeeper
 from megascale_omni.heat.observation import Observation, draw_report
@@ -221,6 +224,115 @@ def test_experts_that_are_cold_for_long_raise_an_alarm_once(tmp_path, caplog):
     kept.step([5])
     kept.step([5])
     assert not kept.keeper.long_cold
+
+
+# -- ranks that decide together ----------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Two ranks on threads: each has half of a layer's experts, or both have all of them."""
+
+    def __init__(self, *, replicas: bool) -> None:
+        self.replicas = replicas
+        self._barrier = threading.Barrier(2, timeout=20)
+        self._counts: dict[int, np.ndarray] = {}
+
+    def exchange(self, rank: int) -> Exchange:
+        meeting = self
+
+        class OfRank:
+            num_experts = 6 if meeting.replicas else 12
+            first = 0 if meeting.replicas else 6 * rank
+
+            def total(self, counts: np.ndarray) -> np.ndarray:
+                meeting._counts[rank] = counts
+                meeting._barrier.wait()
+                both = [meeting._counts[0], meeting._counts[1]]
+                meeting._barrier.wait()
+                if not meeting.replicas:
+                    return np.concatenate(both, axis=1)
+                return np.concatenate([(both[0] + both[1])[..., :2], np.maximum(both[0], both[1])[..., 2:]], axis=-1)
+
+        return OfRank()
+
+
+def together(folder, tokens: list[list[list[int]]], *, replicas: bool, config: HeatConfig = QUICK) -> list[Kept]:
+    """Two keepers that went through steps (``tokens[rank][step]``: active experts) and agreed after each."""
+    meeting, kept = Meeting(replicas=replicas), []
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+        kept.append(Kept(folder / str(rank), config))
+        kept[rank].keeper.agree(meeting.exchange(rank), awake=2)
+
+    def live(rank: int) -> None:
+        for active in tokens[rank]:
+            kept[rank].step(active)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(live, range(2)))
+    for one in kept:
+        one.settle()
+    return kept
+
+
+@pytest.mark.parametrize("frozen", ["wake", "reroute"])
+def test_replicas_freeze_what_none_of_them_needs(tmp_path, frozen):
+    config = replace(QUICK, frozen=frozen)
+    kept = together(tmp_path, [[[0, 1, 2]] * 9, [[0, 1, 3]] * 9], replicas=True, config=config)
+    assert kept[0].states == kept[1].states
+    assert [kept[0].states[e] for e in range(6)].count(F) == 2
+    assert kept[0].states[4] is kept[0].states[5] is F
+    assert kept[0].states[3] is not F, "the other one needs it"
+    for one in kept:
+        assert [one.pages.tier(e) for e in (3, 4, 5)] == ["active", "evicted", "evicted"]
+        one.pages.check()
+        out = one.keeper.frozen(0)
+        assert (out is None) if frozen == "wake" else (out.tolist() == [False] * 4 + [True] * 2)
+
+
+def test_owners_know_the_states_of_all_experts_and_freeze_their_own(tmp_path):
+    kept = together(
+        tmp_path, [[[0, 1, 2, 3, 4, 5]] * 9, [[0, 1]] * 9], replicas=False, config=replace(QUICK, frozen="reroute")
+    )
+    out = [False] * 8 + [True] * 4
+    assert [one.keeper.frozen(0).tolist() for one in kept] == [out, out]
+    assert kept[0].states.count(F) == 0
+    assert [kept[1].states[e] is F for e in range(6)] == out[6:]
+    assert kept[0].keeper.counts["frozen"] == 0
+    assert kept[1].keeper.counts["frozen"] == 4
+
+
+def test_routers_keep_as_many_experts_as_a_token_needs(tmp_path):
+    config = replace(QUICK, frozen="reroute")
+    kept = together(tmp_path, [[[0]] * 9, [[0]] * 9], replicas=True, config=config)
+    assert kept[0].states.count(F) == 4
+    assert spared(np.array([0, 2, 2, 1]), np.array([1, 2, 3]), np.array([0, 0.5, 0.1, 0.2]), awake=1).tolist() == [2, 3]
+    assert not len(spared(np.array([0, 2]), np.array([1]), np.array([0.0, 0.0]), awake=1))
+
+
+def test_where_ranks_agree_an_expert_that_is_probed_wakes_however_long_it_takes(tmp_path):
+    """What a clock says differs from rank to rank."""
+    config = replace(QUICK, frozen="reroute", probe_seconds=0.0)
+    pages = Kept(tmp_path, config)
+    pages.keeper.agree(Alone(6), awake=1)
+    for _ in range(8):
+        pages.step({0: 100})
+    assert pages.states.count(F) == 5
+    assert pages.keeper.frozen(0).sum() == 5
+    woken = 0
+    for _ in range(6):
+        pages.step({0: 100, 1: 90, 2: 90, 3: 90, 4: 90})
+        woken += pages.keeper.counts["probed"]
+    assert woken > 0
+    assert pages.keeper.counts["woken"] >= pages.keeper.counts["probed"]
+
+
+def test_nobody_is_left_out_before_ranks_have_agreed_how_many_a_token_needs(tmp_path):
+    kept = Kept(tmp_path, replace(QUICK, frozen="reroute"))
+    for _ in range(8):
+        kept.step([0, 1])
+    assert F not in kept.states
+    assert kept.keeper.frozen(0) is None
 
 
 def test_heat_and_freezing_change_no_bit_of_a_training_under_a_budget(tmp_path):

@@ -17,12 +17,16 @@ from tests.unit.paging.test_trace import SLOT, sweeps
 NOBODY = {"here": lambda page: False, "pinned": lambda page: False}
 
 
+def shadow_of(slots: int) -> ShadowLru:
+    return ShadowLru(lambda: slots)
+
+
 def used(shadow: ShadowLru, *pages: int, ours: set[int]) -> None:
     shadow.use(pages, here=ours.__contains__, pinned=lambda page: False)
 
 
 def test_the_shadow_lets_the_page_used_longest_ago_go():
-    shadow = ShadowLru(2)
+    shadow = shadow_of(2)
     for page in (1, 2, 1, 3):
         shadow.use([page], **NOBODY)
     assert shadow.holds(np.array([1, 2, 3])).tolist() == [True, False, True]
@@ -30,7 +34,7 @@ def test_the_shadow_lets_the_page_used_longest_ago_go():
 
 
 def test_pages_that_are_used_together_or_held_stay():
-    shadow = ShadowLru(2)
+    shadow = shadow_of(2)
     shadow.use([1, 2], **NOBODY)
     shadow.use([3], here=lambda page: False, pinned=lambda page: page == 1)
     assert shadow.holds(np.array([1, 2, 3])).tolist() == [True, False, True]
@@ -39,8 +43,8 @@ def test_pages_that_are_used_together_or_held_stay():
 
 
 def test_the_allowance_counts_what_lru_lost_and_we_may_lose():
-    shadow, ours = ShadowLru(4), {1, 2, 3, 4}
-    shadow.resize(4, here=sorted(ours))
+    shadow, ours = shadow_of(4), {1, 2, 3, 4}
+    shadow.restart(sorted(ours))
     assert shadow.allowance == slack_of(4) == 1
     used(shadow, 5, ours=ours)  # LRU lets 1 go; we, 2
     assert shadow.allowance == 1, "both bring page 5 in"
@@ -54,8 +58,8 @@ def test_the_allowance_counts_what_lru_lost_and_we_may_lose():
 
 
 def test_a_page_that_stays_after_all_costs_nothing():
-    shadow = ShadowLru(4)
-    shadow.resize(4, here=[1, 2, 3, 4])
+    shadow = shadow_of(4)
+    shadow.restart([1, 2, 3, 4])
     shadow.left(2)
     shadow.stayed(2)
     assert shadow.allowance == 1
@@ -65,8 +69,8 @@ def test_a_page_that_stays_after_all_costs_nothing():
 
 
 def test_fetching_ahead_needs_an_allowance_where_lru_does_not_have_the_page():
-    shadow = ShadowLru(4)
-    shadow.resize(4, here=[1, 2, 3, 4])
+    shadow = shadow_of(4)
+    shadow.restart([1, 2, 3, 4])
     shadow.left(1)
     assert shadow.allowance == 0
     assert not shadow.may_load(9)

@@ -11,13 +11,14 @@ from megascale_omni import cli
 from megascale_omni.paging.layout import MIB
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.needs import class_needs
-from megascale_omni.planner import bandwidth
+from megascale_omni.planner.bandwidth import Disk, measure_disk
 from megascale_omni.planner.devices import DEVICES, GIB
 from megascale_omni.planner.devices import bandwidth as bytes_a_second
 from megascale_omni.planner.models import ModelCard, model_card, read_model
-from megascale_omni.planner.plan import Machine, Run, break_even_tokens, make_plan
+from megascale_omni.planner.plan import break_even_tokens, make_plan
+from megascale_omni.planner.prediction import Machine, Run, work_of
 from megascale_omni.planner.state import rank_state
-from megascale_omni.planner.traffic import step_traffic
+from megascale_omni.planner.traffic import Traffic, Work, step_traffic
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SMALL = {
@@ -39,7 +40,7 @@ def card(**changes: object) -> ModelCard:
 
 
 def machine(memory: int = 80 * GIB, host: int = 0, disk: float | None = 1e9, device: str = "h100") -> Machine:
-    return Machine(DEVICES[device], memory, host, disk)
+    return Machine(DEVICES[device], memory, host, None if disk is None else Disk.of(disk))
 
 
 # -- cards -------------------------------------------------------------------------------------------------------------
@@ -121,16 +122,15 @@ def test_tiers_take_everything_and_no_more_than_they_have():
 # -- traffic -----------------------------------------------------------------------------------------------------------
 
 
+STATE = rank_state(card(), page_bytes=MIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True)
+
+
+def moves(share: float, work: Work) -> Traffic:
+    return step_traffic(STATE, work, budget_bytes=int(share * STATE.total_bytes))
+
+
 def traffic(share: float, *, micro_batches: int = 1, active: float = 1.0) -> float:
-    state = rank_state(card(), page_bytes=MIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True)
-    found = step_traffic(
-        state,
-        budget_bytes=int(share * state.total_bytes),
-        micro_batches=micro_batches,
-        active_share=active,
-        recompute=False,
-    )
-    return found.loaded_bytes / state.total_bytes
+    return moves(share, Work(micro_batches, active)).all.loaded_bytes / STATE.total_bytes
 
 
 def test_traffic_grows_as_the_budget_shrinks_and_with_micro_batches():
@@ -147,7 +147,27 @@ def test_traffic_of_a_there_and_back_sweep_is_what_does_not_fit():
     assert 0.5 <= traffic(0.5) <= 0.8
 
 
+def test_moments_come_in_the_optimizer_or_with_it_in_the_last_backward():
+    after = moves(0.25, Work(1, 1.0))
+    assert after.step.loaded_bytes > 0.4 * STATE.total_bytes > after.passes.loaded_bytes
+    within = moves(0.25, Work(1, 1.0, gradient_sweep=False, step_in_backward=True))
+    assert within.step.loaded_bytes == 0
+    assert 0 < within.all.loaded_bytes < after.all.loaded_bytes, "gradients never leave before they are applied"
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_the_longer_of_computing_and_moving_in_each_of_its_parts():
+    plan = make_plan(card(), machine(disk=1e8), Run(page_bytes=MIB, budget_bytes=100 * MIB))
+    found = plan.prediction
+    assert found is not None
+    assert found.step_seconds == max(found.passes.compute_seconds, found.passes.io_seconds) + max(
+        found.optimizer.compute_seconds, found.optimizer.io_seconds
+    )
+    assert found.stall_seconds == pytest.approx(found.step_seconds - found.compute_seconds)
+    assert {"step_seconds", "io_seconds", "passes"} <= plan.as_json()["prediction"].keys()  # type: ignore[attr-defined]
+    assert work_of(card(), Run(page_bytes=MIB, active_share=0.5)).active_share == 0.5
 
 
 def test_break_even_is_flops_by_bytes():
@@ -199,10 +219,19 @@ def test_rates():
             bytes_a_second(bad, key="--link")
 
 
-def test_a_disk_is_measured_and_nothing_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(bandwidth, "REQUEST_BYTES", MIB)
-    assert bandwidth.measure_disk(tmp_path, nbytes=8 * MIB) > 1e5
+def test_a_disk_is_measured_and_nothing_is_left_behind(tmp_path):
+    found = measure_disk(tmp_path, nbytes=8 * MIB, request_bytes=MIB)
+    assert min(found.read_bytes_s, found.write_bytes_s, found.mixed_bytes_s) > 1e5
     assert not list(tmp_path.iterdir())
+
+
+def test_reading_and_writing_side_by_side_take_what_the_mixed_rate_says():
+    disk = Disk(read_bytes_s=1.0, write_bytes_s=4.0, mixed_bytes_s=2.0)
+    assert disk.seconds(3, 0) == 3
+    assert disk.seconds(0, 4) == 1
+    assert disk.seconds(3, 3) == 3
+    assert disk.seconds(5, 3) == 3 + 2
+    assert disk.seconds(3, 7) == 3 + 1
 
 
 def test_the_command_prints_a_plan_and_json(capsys):
