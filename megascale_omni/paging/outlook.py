@@ -146,6 +146,7 @@ class Outlook:
         self._values = np.zeros(0)
         self._valid: set[tuple[int, Plane]] = set()
         self._generation = -1
+        self._planes: set[Plane] = set()  # that some visit has used
 
     def experts(self, module: int) -> Experts:
         """What is known of a module's experts."""
@@ -160,6 +161,9 @@ class Outlook:
         self.cursor = -1.0
         self._here = np.zeros(entry.num_pages, dtype=bool)
         self._here[indices] = True
+        if not self._planes.issuperset(visit.planes):
+            self._planes.update(visit.planes)
+            self._valid.clear()
         if visit.phase is not Phase.IDLE:
             active = np.asarray(self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1))
             self.experts(visit.module).see(visit.phase, active)
@@ -203,9 +207,9 @@ class Outlook:
         if len(self._values) < self._numbering.num_pages:
             self._values = np.full(self._numbering.num_pages, FAR)
             self._valid.clear()
-        if len(self._valid) < len(self._numbering.entries) * _NUM_PLANES:
+        if len(self._valid) < len(self._numbering.entries) * len(self._planes):
             for entry in self._numbering.entries:
-                for plane in Plane:
+                for plane in self._planes:  # pages of others have no use that is known
                     if (entry.module, plane) not in self._valid:
                         self._refresh(entry, plane)
         result: np.ndarray = self._values[page_ids]

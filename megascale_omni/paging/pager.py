@@ -2,29 +2,30 @@
 
 [Note: life of a page]
     ABSENT --create--> DEVICE --evict--> HOST or DISK --load--> DEVICE ...            (tier column)
-A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one) or LEAVING
-(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them). A page that is
-wanted while it is leaving stays where it is once the save has ended. ``dirty`` says that the disk does not hold the
-current bytes; a clean page leaves without a write. All of this happens on the main thread; io threads only move bytes.
+A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one), LEAVING
+(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them) or SINKING (the
+same, from HOST to DISK). A page that is wanted while it is leaving or sinking stays where it is once the save has
+ended. ``dirty`` says that the disk does not hold the current bytes; a clean page leaves without a write. All of this
+happens on the main thread; io threads only move bytes.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from megascale_omni.paging.copies import Copier
-from megascale_omni.paging.disk import DiskFile, PageIoError
+from megascale_omni.paging.disk import PageIoError
+from megascale_omni.paging.flights import Flight, FlightKind, Tiers
+from megascale_omni.paging.host import HostTier
 from megascale_omni.paging.layout import SlotClass
-from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
@@ -33,34 +34,6 @@ from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
 logger = logging.getLogger(__name__)
 
 VICTIMS_AT_ONCE = 8
-
-
-class FlightKind(enum.Enum):
-    """Which way a page is going."""
-
-    LOADING = "loading"
-    LEAVING = "leaving"
-
-
-@dataclass
-class Flight:
-    """A page on its way: its job, the slot it goes to, and (LEAVING) where its bytes go."""
-
-    kind: FlightKind
-    future: Future[None]
-    slot: int
-    target: TierKind = TierKind.DEVICE
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The places pages can be in. ``host`` has no slots and ``disk`` is None where everything is resident."""
-
-    device: Arena
-    host: Arena
-    disk: DiskFile | None
-    mover: Mover | None
-    copier: Copier
 
 
 class Pager:
@@ -76,6 +49,17 @@ class Pager:
         self._flights: dict[int, Flight] = {}
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self._keep: frozenset[int] = frozenset()
+        self.pace = Pace()
+        self.host = HostTier(
+            table,
+            tiers,
+            outlook,
+            flights=self._flights,
+            counts=self.counts,
+            pace=self.pace,
+            finish=self._finish,
+            keep=lambda: self._keep,
+        )
         self._clock = 0
         self.on_move: Callable[[int], None] = lambda page_id: None
 
@@ -135,6 +119,11 @@ class Pager:
         self.table.last_use[page_ids] = self._clock
         if not self.can_evict:
             return
+        self.pace.wanted(len(page_ids))
+        self._bring(page_ids)
+        self.pace.served()
+
+    def _bring(self, page_ids: np.ndarray) -> None:
         self.table.check_present(page_ids)
         self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
@@ -144,6 +133,8 @@ class Pager:
         self._keep = frozenset(page_ids.tolist())
         try:
             for page_id in away:
+                if page_id in self._flights and self._flights[page_id].kind is FlightKind.SINKING:
+                    self._finish(page_id)
                 if self._is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
                     self._load(page_id, ahead=None)
@@ -159,7 +150,7 @@ class Pager:
             wanted = np.fromiter(page_ids, dtype=np.int64)
             away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
             pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
-            self._wanted = deque((n, p) for n, p in pairs if p not in self._flights)
+            self._wanted = deque((n, p) for n, p in pairs if not self._is_coming(p))
             self._reap()
             self._serve_wanted()
 
@@ -191,6 +182,7 @@ class Pager:
         here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
         for page_id in page_ids[here].tolist():
             if page_id not in self._flights and page_id not in self._keep:
+                self.shadows.of_page(page_id).drop(page_id)  # LRU would have to do the same
                 self._evict(page_id)
 
     def compact(self, slot_class: SlotClass) -> int:
@@ -216,8 +208,11 @@ class Pager:
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
+    def _is_coming(self, page_id: int) -> bool:
+        return page_id in self._flights and self._flights[page_id].kind is not FlightKind.SINKING
+
     def _is_here(self, page_id: int) -> bool:
-        return page_id in self._flights or bool(self.table.tier[page_id] == DEVICE)
+        return self._is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
 
     def _is_pinned(self, page_id: int) -> bool:
         return bool(self.table.pins[page_id])
@@ -242,13 +237,12 @@ class Pager:
         assert mover is not None
         if source is TierKind.HOST:
             held = self.tiers.host.tensor(slot_class, int(self.table.slot[page_id]))
-            future = mover.read(lambda: self.tiers.copier.copy(held, target))
+            future = mover.read(self.pace.reading(lambda: self.tiers.copier.copy(held, target)))
         else:
             offset, disk = int(self.table.disk_offset[page_id]), self.tiers.disk
             assert disk is not None
-            future = mover.read(
-                lambda: self.tiers.copier.from_disk(disk, offset, target, name=lambda: self._name(page_id))
-            )
+            job = partial(self.tiers.copier.from_disk, disk, offset, target, name=lambda: self._name(page_id))
+            future = mover.read(self.pace.reading(job))
         self._flights[page_id] = Flight(FlightKind.LOADING, future, slot)
         self.counts["pages_loaded"] += 1
         self.counts["bytes_loaded"] += slot_class.nbytes
@@ -258,7 +252,7 @@ class Pager:
         held = np.nonzero(self.table.pins)[0]
         held = held[self.table.class_index[held] == self.table.class_index[page_id]]
         uses = self.outlook.next_use(np.append(held, page_id))
-        return displaced_before(number, float(uses[-1]), uses[:-1])
+        return displaced_before(number, float(uses[-1]), uses[:-1], always=self.pace.ahead())
 
     def _serve_wanted(self) -> None:
         while self._wanted:
@@ -332,22 +326,22 @@ class Pager:
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _evict(self, page_id: int) -> None:
-        """Starts a page's way out; a clean page without room in the host arena is gone at once."""
+        """Starts a page's way out; a clean page without a place in the host arena is gone at once."""
         slot_class, slot = self.table.slot_class(page_id), int(self.table.slot[page_id])
         source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
         assert mover is not None
         assert disk is not None
         self.shadows.of(slot_class).left(page_id)
-        if self.tiers.host.has_room(slot_class):
-            host_slot = self.tiers.host.allocate(slot_class)
+        self.pace.left()
+        host_slot = self.host.admit(page_id)
+        if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
             future = mover.write(lambda: self.tiers.copier.copy(source, held))
             self._flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
         elif self.table.dirty[page_id]:
             offset = int(self.table.disk_offset[page_id])
-            future = mover.write(
-                lambda: self.tiers.copier.to_disk(disk, offset, source, name=lambda: self._name(page_id))
-            )
+            job = partial(self.tiers.copier.to_disk, disk, offset, source, name=lambda: self._name(page_id))
+            future = mover.write(self.pace.writing(job))
             self._flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
             self.counts["bytes_written"] += slot_class.nbytes
         else:
@@ -394,6 +388,9 @@ class Pager:
                 self.tiers.host.free(slot_class, slot)
             self.table.move(page_id, tier=TierKind.DEVICE, slot=flight.slot)
             self._arrived(page_id, flight.slot)
+            return
+        if flight.kind is FlightKind.SINKING:
+            self.host.landed(page_id, stay=stay)
             return
         if flight.target is TierKind.DISK:
             self.table.dirty[page_id] = False

@@ -30,11 +30,16 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
     one, which would have to be written, then the one used longest ago. Pages needed before ``needed_before`` stay.
     Where room is needed whatever it costs and the allowance leaves nobody, the page used longest ago goes.
     """
-    order = np.lexsort((candidates.last_use, candidates.dirty, -candidates.next_use))
-    order = order[candidates.next_use[order] > needed_before]
+    if count <= 0:
+        return []
+    rows = np.nonzero(candidates.next_use > needed_before)[0]
+    if len(rows) > count <= candidates.allowance:  # the few that are needed last are enough to be put in order
+        use = candidates.next_use[rows]
+        rows = rows[use >= np.partition(use, len(use) - count)[len(use) - count]]
+    order = rows[np.lexsort((candidates.last_use[rows], candidates.dirty[rows], -candidates.next_use[rows]))]
     shadowed = candidates.shadowed[order]
     allowed = order[~shadowed | (np.cumsum(shadowed) <= candidates.allowance)][:count]
-    if not len(allowed) and count and needed_before == -np.inf:
+    if not len(allowed) and needed_before == -np.inf:
         allowed = order[np.argsort(candidates.last_use[order], kind="stable")][:1]
     victims: list[int] = candidates.page_ids[allowed].tolist()
     return victims
@@ -47,20 +52,20 @@ ALWAYS_AHEAD = 8
 """Pages that are fetched ahead even where it costs a page-in more, so that the disk has something to do meanwhile."""
 
 
-def pages_ahead(slots: int) -> int:
+def pages_ahead(slots: int, *, always: int = ALWAYS_AHEAD) -> int:
     """How many pages to ask for ahead in an arena of ``slots`` slots (of the smallest class)."""
-    return ALWAYS_AHEAD + slots // 16
+    return always + slots // 16
 
 
-def displaced_before(number: int, needed: float, held: np.ndarray) -> float:
+def displaced_before(number: int, needed: float, held: np.ndarray, *, always: int = ALWAYS_AHEAD) -> float:
     """What a page ahead may displace: pages whose next use is later than the time returned.
 
     ``number`` counts the pages asked for from 0, ``needed`` is when this one is used, ``held`` are the next uses of the
     pages that leases hold now and will give back. A page that comes early displaces another before its time. It costs
     nothing where that one would leave anyway, which is not so as long as a page that is held now is needed later still:
-    that one would leave instead, a moment later. The first few pages are fetched all the same.
+    that one would leave instead, a moment later. The first ``always`` pages are fetched all the same.
     """
-    if number < ALWAYS_AHEAD or not len(held):
+    if number < always or not len(held):
         return needed
     return max(needed, float(held.max()))
 

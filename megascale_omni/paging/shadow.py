@@ -13,6 +13,7 @@ each is asked for beforehand: to let a page leave that the shadow holds, to fetc
 and both at once. Where there is no allowance left, a page leaves that the shadow does not hold either (there is one:
 the arena is full, and the shadow is no larger and holds the page that is wanted), and that is LRU again until the
 credit has grown. ``slack`` is a part of one filling of the arena, so that there is something to begin with.
+What is sent away on purpose (frozen experts) LRU is taken to send away as well.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from megascale_omni.paging.layout import SlotClass
 
 def slack_of(slots: int) -> int:
     """Page-ins that a run may have more than LRU in an arena of ``slots`` slots, in all."""
-    return max(1, slots // SLACK_PART)
+    return max(LEAST_SLACK, slots // SLACK_PART)
 
 
 SLACK_PART = 4
+LEAST_SLACK = 8
+"""As many pages as are always fetched ahead."""
 
 
 class ShadowLru:
@@ -41,6 +44,7 @@ class ShadowLru:
         self.page_ins = 0
         self._credit = 0
         self._order: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+        self._held = np.zeros(0, dtype=bool)  # by page id: whether it is in _order
         self._missing: set[int] = set()
 
     @property
@@ -54,8 +58,21 @@ class ShadowLru:
 
     def holds(self, page_ids: np.ndarray) -> np.ndarray:
         """Mask: which pages LRU would have in the arena."""
-        order = self._order
-        return np.fromiter((page_id in order for page_id in page_ids.tolist()), dtype=bool, count=len(page_ids))
+        if len(page_ids) and page_ids.max() >= len(self._held):
+            self._grow(int(page_ids.max()))
+        found: np.ndarray = self._held[page_ids]
+        return found
+
+    def _grow(self, page_id: int) -> None:
+        """Room for page ids up to this one."""
+        more = np.zeros(max(page_id + 1, 2 * len(self._held)) - len(self._held), dtype=bool)
+        self._held = np.concatenate([self._held, more])
+
+    def _enter(self, page_id: int) -> None:
+        self._order[page_id] = None
+        if page_id >= len(self._held):
+            self._grow(page_id)
+        self._held[page_id] = True
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -73,19 +90,21 @@ class ShadowLru:
         for page_id in absent:
             self.page_ins += 1
             self._credit += 1
-            order[page_id] = None
+            self._enter(page_id)
             if not here(page_id):
                 self._missing.add(page_id)
         self._shrink(pinned, frozenset(wanted))
 
     def create(self, page_id: int, *, pinned: Callable[[int], bool]) -> None:
         """A page came into being, in the arena."""
-        self._order[page_id] = None
+        self._enter(page_id)
         self._shrink(pinned, frozenset((page_id,)))
 
     def drop(self, page_id: int) -> None:
         """A page ceased to be."""
-        self._order.pop(page_id, None)
+        if page_id in self._order:
+            del self._order[page_id]
+            self._held[page_id] = False
         self._missing.discard(page_id)
 
     def loaded(self, page_id: int) -> None:
@@ -109,7 +128,10 @@ class ShadowLru:
 
     def restart(self, here: Iterable[int]) -> None:
         """The arena has another size: LRU begins anew with what is there (used longest ago first); credit is kept."""
-        self._order = OrderedDict.fromkeys(here)
+        self._order = OrderedDict()
+        self._held[:] = False
+        for page_id in here:
+            self._enter(page_id)
         self._missing.clear()
         self._credit = max(0, self._credit)
 
@@ -127,6 +149,7 @@ class ShadowLru:
                 break
         for page_id in leaving:
             del self._order[page_id]
+            self._held[page_id] = False
             self._missing.discard(page_id)
 
 

@@ -74,12 +74,13 @@ def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     places.set_ylabel(f"pages, {name}")
     places.set_title(f"where the pages of {_experts(reports)} experts are", loc="left")
     places.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.2)
-    places.margins(x=0)
+    places.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
 
     moved.bar(steps, series["loaded"] / unit, width=1.0, color=TIER_COLOURS["device"], label="brought to the device")
     moved.bar(steps, -series["written"] / unit, width=1.0, color=TIER_COLOURS["disk"], label="written to disk")
     moved.axhline(0, color="black", linewidth=0.6)
     moved.set_ylabel(f"moved a step, {name}")
+    moved.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     moved.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
     moved.set_title(f"{int(series['faults'].sum())} page faults in {len(steps)} steps", loc="left")
 

@@ -25,9 +25,9 @@ MODEL = "--hidden-size 64 --ffn-hidden-size 256 --megascale-page-size 64KiB"
 ONE_CHOICE = "--moe-router-topk 1 --moe-router-pre-softmax"
 
 
-def configuration(folder: str) -> str:
+def configuration(folder: str, rank: int) -> str:
     """The flags for a heat map that decides soon."""
-    path = Path(folder) / "heat.json"
+    path = Path(folder) / f"heat{rank}.json"
     path.write_text(json.dumps({"heat": QUICK}))
     return f"--megascale-config {path}"
 
@@ -74,7 +74,7 @@ def tokens_of(run: Trainer) -> list[list[int]]:
 def freeze_and_ask(rank: int, world: int, *, corpus: str, folder: str, options: str) -> dict[str, Any]:
     """Eight steps without the unloved expert, then three in which routers prefer it; what was decided after each."""
     found: dict[str, Any] = {"states": [], "losses": []}
-    with preferences() as extra, trainer(corpus, MODEL, configuration(folder), options, megascale=True) as run:
+    with preferences() as extra, trainer(corpus, MODEL, configuration(folder, rank), options, megascale=True) as run:
         extra[UNLOVED] = -50.0
         for step in range(11):
             if step == 8:

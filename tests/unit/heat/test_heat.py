@@ -18,7 +18,7 @@ from megascale_omni.config import HeatConfig, ObserveConfig
 from megascale_omni.heat.agreement import Alone, Exchange, spared
 from megascale_omni.heat.heatmap import COMPUTE, MEMORY
 from megascale_omni.heat.keeper import HeatKeeper
-from megascale_omni.heat.observation import Observation, draw_report
+from megascale_omni.heat.observation import Observation, check_paths, draw_report
 from megascale_omni.heat.report import read_report
 from megascale_omni.heat.states import Heat, Snapshot, classify, scores, to_freeze, to_probe
 from megascale_omni.paging.budget import Budget
@@ -446,3 +446,46 @@ def test_what_is_no_report_or_too_short_a_one_is_refused(tmp_path, capsys):
     assert cli.main(["heat", str(tmp_path)]) == 1
     assert cli.main(["residency", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("the run ended before") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trace": "none/t"}, r"observe\.trace=.*none/t cannot be written: there is no folder .*none; make it"),
+        ({"trace": "."}, r"observe\.trace=.* is a folder; name a file in it \(--megascale-trace\)"),
+        ({"trace": "file/t"}, r"there is no folder .*file"),
+        ({"report": "file"}, r"observe\.report=.*file cannot be made: .*file is a file; give another folder"),
+        ({"report": "file/deeper/r"}, r"cannot be made: .*file is a file"),
+        ({"report": "taken"}, r"heat\.png in it is a folder; remove it"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_training(tmp_path, options, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "heat.png").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    observe = ObserveConfig(**{key: str(tmp_path / value) for key, value in options.items()})
+    pages = Pages(tmp_path, slots=6)
+    with pytest.raises(ValueError, match=message):
+        Observation(pages.manager, heat=HeatConfig(), observe=observe)
+    assert not pages.manager.observers
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was made"
+
+
+def test_a_folder_without_permission_is_said_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("megascale_omni.heat.observation.os.access", lambda path, mode: False)
+    for observe in (ObserveConfig(trace=str(tmp_path / "t")), ObserveConfig(report=str(tmp_path / "new" / "r"))):
+        with pytest.raises(ValueError, match=rf"cannot be written: no permission to write in {tmp_path}"):
+            check_paths(observe)
+
+
+def test_a_picture_that_cannot_be_drawn_at_the_end_is_told_in_the_log(tmp_path, caplog):
+    kept = Kept(tmp_path)
+    observation = Observation(kept.pages.manager, heat=QUICK, observe=ObserveConfig(report=str(tmp_path / "r")))
+    for _ in range(4):
+        kept.step([0, 1])
+    (tmp_path / "r" / "heat.png").mkdir()
+    with caplog.at_level(logging.ERROR):
+        observation.close()
+    (record,) = caplog.records
+    assert "heat.png cannot be written" in record.message
+    assert "draw it again: megascale heat" in record.message

@@ -62,13 +62,13 @@ def test_without_a_device_budget_all_pages_stay():
 
 
 def test_options_are_passed_on(tmp_path):
-    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch=False)
+    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch="none")
     assert paging_options(config, CPU) == PagingOptions(
         device_budget=Budget(fraction=0.25),
         host_budget=Budget(nbytes=0),
         disk_path=str(tmp_path),
         checksum="crc32",
-        prefetch=False,
+        prefetch="none",
     )
 
 

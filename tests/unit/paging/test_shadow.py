@@ -17,6 +17,12 @@ from tests.unit.paging.test_trace import SLOT, sweeps
 NOBODY = {"here": lambda page: False, "pinned": lambda page: False}
 
 
+@pytest.fixture(autouse=True)
+def _little_slack(monkeypatch):
+    """A quarter of what are few slots here, and at least one."""
+    monkeypatch.setattr("megascale_omni.paging.shadow.LEAST_SLACK", 1)
+
+
 def shadow_of(slots: int) -> ShadowLru:
     return ShadowLru(lambda: slots)
 
