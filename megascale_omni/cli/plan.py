@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
+    parser.add_argument("--trace", metavar="FILE", help="of a run of this model: what a step moves follows from it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megascale_omni.config import parse_budget, parse_bytes
     from megascale_omni.paging.budget import parse_percent
+    from megascale_omni.paging.trace import read_trace
     from megascale_omni.planner.bandwidth import Disk, measure_disk
     from megascale_omni.planner.devices import bandwidth, device_named
     from megascale_omni.planner.models import read_model
@@ -87,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         pipeline_parallel=args.pipeline_parallel,
         data_parallel=args.data_parallel,
         active_share=share,
+        trace=None if args.trace is None else read_trace(args.trace),
     )
     if args.budget is not None:
         state = rank_state(

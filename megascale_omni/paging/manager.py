@@ -471,8 +471,11 @@ class ExpertManager:
         return result
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start: pages created, dropped, loaded, evicted; faults; bytes loaded and written."""
-        return dict(self.pager.counts)
+        """Counters since the start: pages created, dropped, loaded, evicted; faults; bytes loaded and written; where
+        pages can leave, bytes that LRU would have loaded.
+        """
+        counts = dict(self.pager.counts)
+        return {**counts, "bytes_loaded_by_lru": self.pager.shadows.page_in_bytes()} if self.pager.can_evict else counts
 
     def key(self, page_id: int) -> PageKey:
         """A page's name."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megascale_omni.paging.trace import Trace
 from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
 from megascale_omni.planner.state import RankState
-from megascale_omni.planner.traffic import Moves, Traffic, Work, step_traffic
+from megascale_omni.planner.traffic import Moves, Traffic, Work, step_traffic, traced_traffic
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Run:
-    """How the model is trained. ``active_share``: of experts with tokens in a micro-batch; None: evenly drawn."""
+    """How the model is trained. ``active_share``: of experts with tokens in a micro-batch; None: evenly drawn.
+
+    ``trace``: of a run of the same model, which tells what a step moves.
+    """
 
     page_bytes: int
     expert_parallel: int = 1
@@ -40,6 +44,7 @@ class Run:
     fp32_gradients: bool = True
     active_share: float | None = None
     budget_bytes: int | None = None
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,10 @@ class Prediction:
 def predict(card: ModelCard, machine: Machine, run: Run, state: RankState, *, budget_bytes: int) -> Prediction:
     """A step's time under a budget, see [Note: time of a step]."""
     work = work_of(card, run)
-    traffic = step_traffic(state, work, budget_bytes=budget_bytes)
+    if run.trace is None:
+        traffic = step_traffic(state, work, budget_bytes=budget_bytes)
+    else:
+        traffic = traced_traffic(run.trace, state, budget_bytes=budget_bytes)
     passes = passes_seconds(card, machine.device, run)
     optimizer = optimizer_bytes(card, run, state) / machine.device.memory_bytes_s
     tiers = tiers_of(state, machine, budget_bytes=budget_bytes)

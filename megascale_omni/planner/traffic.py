@@ -113,6 +113,42 @@ def step_traffic(state: RankState, work: Work, *, budget_bytes: int, seed: int =
     return Traffic(moves(phase for phase in Phase if phase is not Phase.STEP), moves((Phase.STEP,)))
 
 
+def traced_traffic(trace: Trace, state: RankState, *, budget_bytes: int) -> Traffic:
+    """What a step of a recorded run would have moved at least under a budget, on average over its steps.
+
+    Raises:
+        ValueError: the trace is of another model, page size or layout; it has no whole step.
+    """
+    has = [(m.experts, m.slices, sum(m.slot_bytes.values())) for m in trace.model.modules]
+    needs = [
+        (m.entry.num_experts, m.entry.num_slices, sum(m.slot_class(p).nbytes for p in m.dtypes)) for m in state.modules
+    ]
+    if has != needs:
+        raise ValueError(
+            f"the trace is of another model: {_described(has)}, and the plan has {_described(needs)}; give the model, "
+            "the page size and the layout that it was recorded with"
+        )
+    steps = sum(event.op is Op.STEP for event in trace)
+    if not steps:
+        raise ValueError("the trace has no training step: record a longer run")
+    if budget_bytes >= state.total_bytes:
+        return Traffic()
+    moved = replay(trace, policy="min", budget=Budget(nbytes=budget_bytes))
+
+    def moves(phases: Iterable[Phase]) -> Moves:
+        columns = np.sum([moved.phases.get(phase.value, [0, 0]) for phase in phases], axis=0)
+        return Moves(float(columns[0]) / steps, float(columns[1]) / steps)
+
+    passes = (phase for phase in Phase if phase not in (Phase.STEP, Phase.EVAL))
+    return Traffic(moves(passes), moves((Phase.STEP,)))
+
+
+def _described(modules: list[tuple[int, int, int]]) -> str:
+    experts, slices, nbytes = modules[0]
+    more = "" if len(set(modules)) == 1 else ", others differ"
+    return f"{len(modules)} modules of {experts} experts of {slices} pages of {nbytes} bytes in all planes{more}"
+
+
 def _model(state: RankState, pieces: int, numel: dict[Plane, int]) -> TracedModel:
     planes = {p.name.lower(): n for p, n in numel.items()}
     slot_bytes = {name: n * 4 for name, n in planes.items()}

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from megascale_omni import cli
-from megascale_omni.paging.layout import MIB
+from megascale_omni.paging.budget import Budget as PageBudget
+from megascale_omni.paging.layout import KIB, MIB
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.needs import class_needs
+from megascale_omni.paging.recorder import Recorder
+from megascale_omni.paging.replay import replay
+from megascale_omni.paging.trace import read_trace
 from megascale_omni.planner.bandwidth import Disk, measure_disk
 from megascale_omni.planner.devices import DEVICES, GIB
 from megascale_omni.planner.devices import bandwidth as bytes_a_second
@@ -18,7 +22,8 @@ from megascale_omni.planner.models import ModelCard, model_card, read_model
 from megascale_omni.planner.plan import break_even_tokens, make_plan
 from megascale_omni.planner.prediction import Machine, Run, work_of
 from megascale_omni.planner.state import rank_state
-from megascale_omni.planner.traffic import Traffic, Work, step_traffic
+from megascale_omni.planner.traffic import Traffic, Work, step_traffic, traced_traffic
+from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SMALL = {
@@ -153,6 +158,58 @@ def test_moments_come_in_the_optimizer_or_with_it_in_the_last_backward():
     within = moves(0.25, Work(1, 1.0, gradient_sweep=False, step_in_backward=True))
     assert within.step.loaded_bytes == 0
     assert 0 < within.all.loaded_bytes < after.all.loaded_bytes, "gradients never leave before they are applied"
+
+
+# -- of a recorded run -------------------------------------------------------------------------------------------------
+
+
+RECORDED = Task(steps=4, modules=2, experts=8, active=3, hidden=64, ffn=64, rows=64, bias=False, evaluate=False)
+LIKE_IT = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-experts 8 --moe-ffn-hidden-size 64 --swiglu "
+    "--disable-bias-linear --moe-router-topk 1 --seq-length 24"
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "run.trace"
+    with batches_of(RECORDED):
+        model = Model(RECORDED, ALL)
+        recorder = Recorder(model.manager, path)
+        for number in range(1, RECORDED.steps + 1):
+            model.step(number, Trained())
+        recorder.close()
+    return path
+
+
+def test_a_trace_tells_what_a_step_moves(recorded):
+    trace = read_trace(recorded)
+    state = rank_state(
+        read_model(LIKE_IT), page_bytes=64 * KIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True
+    )
+    budget = state.total_bytes // 4
+    found = traced_traffic(trace, state, budget_bytes=budget)
+    whole = replay(trace, policy="min", budget=PageBudget(nbytes=budget))
+    assert found.all.loaded_bytes == pytest.approx(whole.bytes_in / RECORDED.steps)
+    assert found.all.written_bytes == pytest.approx(whole.written_bytes / RECORDED.steps)
+    assert 0 < found.passes.loaded_bytes < found.all.loaded_bytes
+    assert traced_traffic(trace, state, budget_bytes=state.total_bytes).all.loaded_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ("--num-experts 8", "--num-experts 16"),
+        ("--num-layers 2", "--num-layers 3"),
+        ("--hidden-size 64", "--hidden-size 32"),
+    ],
+)
+def test_a_trace_of_another_model_is_refused(recorded, capsys, change, flags):
+    given = ["plan", f"--from={LIKE_IT.replace(change, flags)}", "--trace", str(recorded), "--page-size", "64KiB"]
+    assert cli.main([*given, "--device-memory", "1GiB", "--budget", "50%"]) == 1
+    assert "the trace is of another model: 2 modules of 8 experts of 1 pages of" in capsys.readouterr().err
+    given[1] = f"--from={LIKE_IT}"
+    assert cli.main([*given, "--device-memory", "1GiB", "--budget", "50%"]) == 0
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
