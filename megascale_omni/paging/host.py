@@ -2,10 +2,10 @@
 
 [Note: host tier]
 A page that leaves the device goes to host memory where it is sooner needed than one that is there; that one *sinks* to
-disk. A page is in one tier only: one that is loaded gives its host slot back. Sinking a clean page costs nothing; a
-dirty one is written from its host slot, and stays where it is while that lasts. So that a leaving page need not wait
-for a write, a few slots are kept free by writing behind [Note: pace]; where there is none all the same, the page that
-leaves is written to disk itself.
+disk. A page is in one tier only: one that is loaded gives its host slot back. Sinking a clean page costs nothing and
+makes room at once. A dirty one is written from its host slot, and stays where it is while that lasts; so a few slots
+are kept free by writing behind, those first that are needed last [Note: pace]. Where there is no room all the same, the
+page that leaves goes to disk itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import HOST, TierKind
+from megascale_omni.paging.tiers import ABSENT, HOST, TierKind
 
 
 class HostTier:
@@ -49,15 +49,18 @@ class HostTier:
         slot_class, arena = self._table.slot_class(page_id), self._tiers.host
         if not arena.limit(slot_class):
             return None
-        slot = None
         if not arena.has_room(slot_class):
-            farthest = self._farthest(slot_class, count=1)
-            if len(farthest) and self._outlook.next_use(np.append(farthest, page_id)).argmax() == 0:
-                self._sink(int(farthest[0]))
-        if arena.has_room(slot_class):
-            slot = arena.allocate(slot_class)
+            for other in self._farthest(slot_class, count=1).tolist():
+                if not self._table.dirty[other] and self._later(other, page_id):
+                    self._sunk(other)
+        slot = arena.allocate(slot_class) if arena.has_room(slot_class) else None
         self._write_behind(slot_class)
         return slot
+
+    def _later(self, page_id: int, than: int) -> bool:
+        """Whether a page is needed later than another; of equals, the one used longer ago is."""
+        one, other = self._outlook.next_use(np.array([page_id, than])).tolist()
+        return bool(one > other or (one == other and self._table.last_use[page_id] < self._table.last_use[than]))
 
     def _farthest(self, slot_class: SlotClass, *, count: int) -> np.ndarray:
         """Pages in the host arena that are not on their way, the one needed last first."""
@@ -73,14 +76,26 @@ class HostTier:
     def _write_behind(self, slot_class: SlotClass) -> None:
         arena = self._tiers.host
         limit = arena.limit(slot_class) or 0
-        free = limit - arena.used(slot_class) + self._sinking(slot_class)
+        free = limit - arena.used(slot_class) + self._soon_free(slot_class)
         short = self._pace.behind(limit) - free
-        for page_id in self._farthest(slot_class, count=short).tolist() if short > 0 else ():
+        if short <= 0 or self._holds_all(slot_class):
+            return
+        for page_id in self._farthest(slot_class, count=short).tolist():
             self._sink(page_id)
 
-    def _sinking(self, slot_class: SlotClass) -> int:
+    def _holds_all(self, slot_class: SlotClass) -> bool:
+        """Whether both arenas have room for all pages that there are now: nothing ever needs the disk."""
+        table = self._table
+        pages = np.count_nonzero((table.tier != ABSENT) & (table.class_index == table.index_of(slot_class)))
+        return pages <= (self._tiers.device.limit(slot_class) or 0) + (self._tiers.host.limit(slot_class) or 0)
+
+    def _soon_free(self, slot_class: SlotClass) -> int:
+        """Slots of pages that are on their way out of host memory, to disk or to the device."""
+        table = self._table
         return sum(
-            flight.kind is FlightKind.SINKING and self._table.slot_class(page_id) == slot_class
+            flight.kind is not FlightKind.LEAVING
+            and bool(table.tier[page_id] == HOST)
+            and table.slot_class(page_id) == slot_class
             for page_id, flight in self._flights.items()
         )
 

@@ -12,11 +12,9 @@ import torch
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.disk import PageIoError
 from megascale_omni.paging.flights import FlightKind
-from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.planes import Plane
-from megascale_omni.schedule import Phase
 from scripts.measurements.paging_model import Model, Task, Trained, batches_of, train
 from tests.unit.paging.small import SLOT, Pages
 
@@ -29,14 +27,6 @@ def settled(pages: Pages) -> Pages:
 
 def tiers(pages: Pages, experts: int) -> list[str]:
     return [pages.tier(expert) for expert in range(experts)]
-
-
-def foretell(pages: Pages, *order: int) -> None:
-    """From here on the pages are expected in this order, again and again."""
-    for _ in range(3):
-        for expert in order:
-            pages.manager.outlook.begin(Visit(Phase.FORWARD, 0, (Plane.WEIGHT,)), np.array([expert]))
-        pages.manager.outlook.end_step()
 
 
 def test_a_page_goes_to_host_memory_while_there_is_room_and_then_to_disk(tmp_path):
@@ -112,18 +102,31 @@ def test_a_page_can_be_dropped_while_it_sinks(tmp_path):
     pages.manager.check_integrity()
 
 
-def test_the_page_needed_last_is_not_kept_in_host_memory(tmp_path):
-    pages = settled(Pages(tmp_path, experts=5, slots=2, host_slots=2))
-    for expert in range(5):
-        pages.read(expert)
-        settled(pages)
-    foretell(pages, 0, 1, 2, 3, 4)
-    pages.manager.outlook.begin(Visit(Phase.FORWARD, 0, (Plane.WEIGHT,)), np.array([0]))
-    for expert in (0, 1):
-        pages.read(expert)
-        settled(pages)
-    cold = [e for e in range(5) if pages.tier(e) == "cold"]
-    assert 4 not in cold or 2 not in [e for e in range(5) if pages.tier(e) == "evicted"]
+def test_a_page_that_is_needed_later_than_all_in_host_memory_goes_on_to_disk(tmp_path):
+    pages = settled(Pages(tmp_path, experts=6, slots=2, host_slots=2))
+    cold = [e for e in range(6) if pages.tier(e) == "cold"]
+    away = [e for e in range(6) if pages.tier(e) == "evicted"]
+    active = [e for e in range(6) if pages.tier(e) == "active"]
+    for expert in cold:
+        pages.manager.table.dirty[pages.id(expert)] = False  # as if they had been on disk before
+    late = {pages.id(expert): float(time) for time, expert in enumerate([*cold, *away, *active])}
+    pages.manager.outlook.next_use = lambda ids: np.array([late[i] for i in ids.tolist()])  # type: ignore[method-assign]
+    admit = pages.manager.pager.host.admit
+    assert admit(pages.id(active[1])) is None
+    assert [pages.tier(e) for e in cold] == ["cold", "cold"]
+    late[pages.id(active[1])] = -1.0
+    slot = admit(pages.id(active[1]))
+    assert slot is not None
+    assert [pages.tier(e) for e in cold] == ["cold", "evicted"], "the one needed last made room"
+    pages.manager.pager.tiers.host.free(pages.slot_class, slot)
+
+
+def test_slots_are_kept_free_by_writing_behind(tmp_path):
+    pages = Pages(tmp_path, experts=14, slots=2, host_slots=8)
+    pager = pages.manager.pager
+    settled(pages)
+    assert pages.counts["pages_sunk"] > 0
+    assert pager.tiers.host.used(pages.slot_class) <= 8 - pager.pace.behind(8) < 8
     pages.check()
 
 
