@@ -87,7 +87,8 @@ class HostTier:
         """Whether both arenas have room for all pages that there are now: nothing ever needs the disk."""
         table = self._table
         pages = np.count_nonzero((table.tier != ABSENT) & (table.class_index == table.index_of(slot_class)))
-        return pages <= (self._tiers.device.limit(slot_class) or 0) + (self._tiers.host.limit(slot_class) or 0)
+        room = (self._tiers.device.limit(slot_class) or 0) + (self._tiers.host.limit(slot_class) or 0)
+        return int(pages) <= room
 
     def _soon_free(self, slot_class: SlotClass) -> int:
         """Slots of pages that are on their way out of host memory, to disk or to the device."""

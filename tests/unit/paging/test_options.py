@@ -68,7 +68,7 @@ def test_options_are_passed_on(tmp_path):
         host_budget=Budget(nbytes=0),
         disk_path=str(tmp_path),
         checksum="crc32",
-        prefetch="none",
+        prefetch=False,
     )
 
 
