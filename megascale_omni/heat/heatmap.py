@@ -11,6 +11,7 @@ from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
 
 COMPUTE, MEMORY, COMMUNICATION = 0, 1, 2
+MOST_HELD = 1024
 HEATING = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP})
 """Recompute and evaluation add no heat: they repeat, or do not train."""
 
@@ -31,6 +32,7 @@ class HeatMap:
         self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
         self._forwards: dict[int, np.ndarray] = {}  # of the part at hand with tokens of each expert, [experts]
         self._uses = np.zeros(0, dtype=np.int64)  # of page indices
+        self._held: list[np.ndarray] = []  # leases that are not counted yet
         self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]
         self.last_token_step: dict[int, np.ndarray] = {}
 
@@ -40,6 +42,7 @@ class HeatMap:
         """See Observer."""
         self._heats = visit.phase in HEATING
         if len(self._uses) < self._manager.numbering.num_indices:
+            self._count_held()
             self._uses = np.concatenate(
                 [self._uses, np.zeros(self._manager.numbering.num_indices - len(self._uses), dtype=np.int64)]
             )
@@ -58,7 +61,16 @@ class HeatMap:
     def held(self, page_ids: np.ndarray) -> None:
         """See Observer."""
         if self._heats:
-            self._uses[page_ids // len(Plane)] += 1  # ids of a lease differ, and are of one plane
+            self._held.append(page_ids.copy())
+            if len(self._held) >= MOST_HELD:
+                self._count_held()
+
+    def _count_held(self) -> None:
+        """Counts uses: many leases at once."""
+        if self._held:
+            indices = np.concatenate(self._held) // len(Plane)
+            self._uses += np.bincount(indices, minlength=len(self._uses))
+            self._held.clear()
 
     def reached(self, page: int) -> None:
         """See Observer."""
@@ -93,6 +105,7 @@ class HeatMap:
 
     def end_part(self) -> None:
         """The newest part is complete; the oldest is forgotten."""
+        self._count_held()
         for module in self._manager.modules:
             number, entry = module.entry.module, module.entry
             part = np.zeros((entry.num_experts, 3))

@@ -144,6 +144,8 @@ class Outlook:
         self._experts: dict[int, Experts] = {}
         self._here = np.zeros(0, dtype=bool)  # page indices of the module that the current visit needs
         self._values = np.zeros(0)
+        self._now = np.zeros(0)  # the same, but for pages that the current visit has still to use
+        self._current = False  # whether _now is up to date
         self._valid: set[tuple[int, Plane]] = set()
         self._generation = -1
         self._planes: set[Plane] = set()  # that some visit has used
@@ -159,6 +161,7 @@ class Outlook:
         self.forecast.visit(visit)
         entry = self._numbering.entries[visit.module]
         self.cursor = -1.0
+        self._current = False
         self._here = np.zeros(entry.num_pages, dtype=bool)
         self._here[indices] = True
         if not self._planes.issuperset(visit.planes):
@@ -171,7 +174,17 @@ class Outlook:
 
     def reached(self, index: int) -> None:
         """The current visit works on page ``index`` of its module."""
-        self.cursor = float(index)
+        before, self.cursor = self.cursor, float(index)
+        visit = self.forecast.current
+        if not self._current or visit is None or self.cursor < before:
+            self._current = False
+            return
+        first = self._numbering.entries[visit.module].first_index
+        for place in range(int(before) + 1, index + 1):
+            if self._here[place]:
+                for plane in visit.planes:
+                    page_id = (first + place) * _NUM_PLANES + plane
+                    self._now[page_id] = self._values[page_id]
 
     def end_step(self) -> None:
         """A training step is over."""
@@ -187,6 +200,7 @@ class Outlook:
 
     def _forget(self, module: int) -> None:
         self._valid.difference_update([(module, plane) for plane in Plane])
+        self._current = False
 
     def probable(self, module: int) -> np.ndarray:
         """How probable it is that a module's next visit needs each expert, ``[num_experts]``."""
@@ -201,28 +215,41 @@ class Outlook:
 
     def next_use(self, page_ids: np.ndarray) -> np.ndarray:
         """When each page is used next, see [Note: next use] and [Note: what is known of experts]."""
+        self._update()
+        result: np.ndarray = self._now[page_ids]
+        return result
+
+    def _update(self) -> None:
+        """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
         if self._generation != self.forecast.generation:
             self._valid.clear()
             self._generation = self.forecast.generation
         if len(self._values) < self._numbering.num_pages:
             self._values = np.full(self._numbering.num_pages, FAR)
             self._valid.clear()
+            self._current = False
         if len(self._valid) < len(self._numbering.entries) * len(self._planes):
+            self._current = False
             for entry in self._numbering.entries:
                 for plane in self._planes:  # pages of others have no use that is known
                     if (entry.module, plane) not in self._valid:
                         self._refresh(entry, plane)
-        result: np.ndarray = self._values[page_ids]
-        visit = self.forecast.current
-        if visit is not None:
-            entry = self._numbering.entries[visit.module]
-            index, planes = np.divmod(page_ids, _NUM_PLANES)
-            place = index - entry.first_index
-            inside = (place >= 0) & (place < entry.num_pages)
-            rows = np.nonzero(inside & visit.mask[planes] & (place > self.cursor))[0]
-            rows = rows[self._here[place[rows]]]
-            result[rows] = self.forecast.time + place[rows] / entry.num_pages
-        return result
+        if not self._current:
+            self._now = self._values.copy()
+            visit = self.forecast.current
+            if visit is not None:
+                places = np.flatnonzero(self._here)
+                places = places[places > self.cursor]
+                ids = self._ids_of(visit, places)
+                self._now[ids] = self.forecast.time + places[:, None] / len(self._here)
+            self._current = True
+
+    def _ids_of(self, visit: Visit, places: np.ndarray) -> np.ndarray:
+        """``[pages, planes]`` page ids of pages (numbers in the module) of a visit."""
+        first = self._numbering.entries[visit.module].first_index
+        planes = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
+        ids: np.ndarray = (first + places[:, None]) * _NUM_PLANES + planes
+        return ids
 
     def _refresh(self, entry: ModuleEntry, plane: Plane) -> None:
         experts = self.experts(entry.module)

@@ -220,15 +220,17 @@ class Pager:
     def _is_away(self, page_id: int) -> bool:
         return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
 
-    def _load(self, page_id: int, *, ahead: int | None) -> bool:
-        """Starts a load, waiting for room; or, ``ahead`` pages early, only where there is some. Whether it did."""
+    def _load(self, page_id: int, *, ahead: float | None) -> bool:
+        """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
+
+        Returns whether it did.
+        """
         slot_class = self.table.slot_class(page_id)
         shadow = self.shadows.of(slot_class)
         if ahead is not None and not shadow.may_load(page_id):
             return False
-        before = -np.inf if ahead is None else self._displaced_before(page_id, ahead)
         shadow.loaded(page_id)
-        slot = self._take_slot(slot_class, wait=ahead is None, needed_before=before)
+        slot = self._take_slot(slot_class, wait=ahead is None, needed_before=-np.inf if ahead is None else ahead)
         if slot is None:
             shadow.not_loaded(page_id)
             return False
@@ -248,17 +250,26 @@ class Pager:
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
 
-    def _displaced_before(self, page_id: int, number: int) -> float:
-        held = np.nonzero(self.table.pins)[0]
-        held = held[self.table.class_index[held] == self.table.class_index[page_id]]
-        uses = self.outlook.next_use(np.append(held, page_id))
-        return displaced_before(number, float(uses[-1]), uses[:-1], always=self.pace.ahead())
+    def _held_until(self, class_index: int) -> float:
+        """The latest next use of the pages of a class that leases hold."""
+        held = np.flatnonzero((self.table.pins > 0) & (self.table.class_index == class_index))
+        return float(self.outlook.next_use(held).max(initial=-np.inf))
 
     def _serve_wanted(self) -> None:
-        while self._wanted:
+        if not self._wanted:
+            return
+        uses = self.outlook.next_use(np.array([page_id for _, page_id in self._wanted]))
+        held_until: dict[int, float] = {}
+        always = self.pace.ahead()
+        for use in uses.tolist():
             number, page_id = self._wanted[0]
-            if self._is_away(page_id) and not self._load(page_id, ahead=number):
-                return
+            if self._is_away(page_id):
+                index = int(self.table.class_index[page_id])
+                if number >= always and index not in held_until:
+                    held_until[index] = self._held_until(index)
+                before = displaced_before(number, use, held_until.get(index, -np.inf), always=always)
+                if not self._load(page_id, ahead=before):
+                    return
             self._wanted.popleft()
 
     # -- room ----------------------------------------------------------------------------------------------------------
@@ -307,11 +318,11 @@ class Pager:
 
     def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         table = self.table
-        mask = (table.tier == DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
-        ids = np.nonzero(mask)[0]
-        away = self._flights.keys() | self._keep
-        if away:
-            ids = ids[~np.isin(ids, np.fromiter(away, dtype=np.int64))]
+        mask = (table.tier == DEVICE) & (table.pins == 0)
+        mask &= table.class_index == table.index_of(slot_class)
+        for page_id in (*self._flights, *self._keep):
+            mask[page_id] = False
+        ids = np.flatnonzero(mask)
         shadow = self.shadows.of(slot_class)
         candidates = Candidates(
             ids,

@@ -290,7 +290,7 @@ class _Machine:
                 continue
             needed = float(outlook.next_use(np.asarray([page_id]))[0])
             held = np.nonzero((self.pins > 0) & (self.kind_of == self.kind_of[page_id]))[0]
-            before = displaced_before(number, needed, outlook.next_use(held))
+            before = displaced_before(number, needed, float(outlook.next_use(held).max(initial=-np.inf)))
             shadow = self.shadows.of_page(page_id)
             if not shadow.may_load(page_id):
                 return

@@ -57,17 +57,16 @@ def pages_ahead(slots: int, *, always: int = ALWAYS_AHEAD) -> int:
     return always + slots // 16
 
 
-def displaced_before(number: int, needed: float, held: np.ndarray, *, always: int = ALWAYS_AHEAD) -> float:
+def displaced_before(number: int, needed: float, held_until: float, *, always: int = ALWAYS_AHEAD) -> float:
     """What a page ahead may displace: pages whose next use is later than the time returned.
 
-    ``number`` counts the pages asked for from 0, ``needed`` is when this one is used, ``held`` are the next uses of the
-    pages that leases hold now and will give back. A page that comes early displaces another before its time. It costs
-    nothing where that one would leave anyway, which is not so as long as a page that is held now is needed later still:
-    that one would leave instead, a moment later. The first ``always`` pages are fetched all the same.
+    ``number`` counts the pages asked for from 0, ``needed`` is when this one is used, ``held_until`` the latest next
+    use of the pages that leases hold now and will give back (minus infinity: none). A page that comes early displaces
+    another before its time. It costs nothing where that one would leave anyway, which is not so as long as a page that
+    is held now is needed later still: that one would leave instead, a moment later. The first ``always`` pages are
+    fetched all the same.
     """
-    if number < always or not len(held):
-        return needed
-    return max(needed, float(held.max()))
+    return needed if number < always else max(needed, held_until)
 
 
 def probable_experts(probability: np.ndarray) -> np.ndarray:

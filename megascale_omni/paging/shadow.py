@@ -172,11 +172,15 @@ class Shadows:
 
     def use(self, page_ids: np.ndarray, *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """See :meth:`ShadowLru.use`, for pages of any classes."""
-        groups: dict[SlotClass, list[int]] = {}
-        for page_id in page_ids.tolist():
-            groups.setdefault(self._class_of(page_id), []).append(page_id)
-        for slot_class, pages in groups.items():
-            self.of(slot_class).use(pages, here=here, pinned=pinned)
+        pages = page_ids.tolist()
+        classes = [self._class_of(page_id) for page_id in pages]
+        if all(slot_class is classes[0] for slot_class in classes):
+            if pages:
+                self.of(classes[0]).use(pages, here=here, pinned=pinned)
+            return
+        for slot_class in dict.fromkeys(classes):
+            of_class = [p for p, c in zip(pages, classes, strict=True) if c == slot_class]
+            self.of(slot_class).use(of_class, here=here, pinned=pinned)
 
     def page_in_bytes(self) -> int:
         """Bytes of the page-ins that LRU would have had."""

@@ -57,16 +57,18 @@ class Clock:
 def _targets() -> Iterator[tuple[object, str, Kind]]:
     """(class or module, name, kind) of all that decides or keeps count."""
     from megascale_omni.heat import heatmap, keeper
-    from megascale_omni.paging import manager, outlook, residency, shadow
+    from megascale_omni.paging import manager, outlook, pager, residency, shadow
 
-    for name in ("visited", "routed", "reached", "held", "released", "created", "dropped", "written"):
+    for name in ("visited", "routed", "held"):  # the others do nothing
         yield heatmap.HeatMap, name, "heat"
     yield keeper.HeatKeeper, "_step", "heat"
     for name in ("begin", "reached", "end_step", "next_use", "probable", "foresee"):
         yield outlook.Outlook, name, "policy"
-    for name in ("use", "of", "of_page", "page_in_bytes"):
-        yield shadow.Shadows, name, "policy"
-    for name in ("create", "drop", "loaded", "not_loaded", "left", "stayed", "may_load", "holds", "restart"):
+    yield shadow.Shadows, "use", "policy"
+    for name in ("_victims", "_held_until"):
+        yield pager.Pager, name, "policy"
+    yield manager.ExpertManager, "_next_visit_pages", "policy"
+    for name in ("create", "drop", "loaded", "left"):
         yield shadow.ShadowLru, name, "policy"
     package = manager.__name__.rpartition(".")[0]
     for module in [m for n, m in sys.modules.items() if n.startswith(package)]:
