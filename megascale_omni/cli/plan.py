@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     from megascale_omni.planner.state import rank_state
 
     card, page_bytes = read_model(args.source), parse_bytes(args.page_size, key="--page-size")
-    if args.device == "here":
-        from megascale_omni.planner.probe import measure_here
+    here = args.device == "here"
+    if here:
+        from megascale_omni.planner.probe import measure_here, paging_efficiency
 
         device = measure_here(card, page_bytes=page_bytes)
     else:
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if args.disk_bandwidth is not None:
         if args.disk_bandwidth == "auto":
             disk = measure_disk(args.disk_path, request_bytes=min(page_bytes, 4 * card.expert.num_parameters))
+            if here:
+                efficiency = paging_efficiency(card, disk, page_bytes=page_bytes, folder=args.disk_path)
+                disk = dataclasses.replace(disk, efficiency=efficiency)
         else:
             disk = Disk.of(bandwidth(args.disk_bandwidth, key="--disk-bandwidth"))
     memory = (

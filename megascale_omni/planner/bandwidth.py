@@ -20,11 +20,12 @@ REQUEST_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes/s of reading alone, of writing alone, and of half and half at once (both together)."""
+    """Bytes/s of reading alone, of writing alone, and of half and half at once (both together); what paging reaches."""
 
     read_bytes_s: float
     write_bytes_s: float
     mixed_bytes_s: float
+    efficiency: float = 1.0
 
     @classmethod
     def of(cls, bytes_s: float) -> Disk:
@@ -34,11 +35,12 @@ class Disk:
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
         """How long it takes to read and write so much, side by side as long as there is both."""
         both = min(read_bytes, written_bytes)
-        return (
+        alone = (
             2 * both / self.mixed_bytes_s
             + (read_bytes - both) / self.read_bytes_s
             + (written_bytes - both) / self.write_bytes_s
         )
+        return alone / self.efficiency
 
 
 def measure_disk(

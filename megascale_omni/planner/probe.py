@@ -4,8 +4,9 @@
 Peak rates say little about a step of small products, least of all on a CPU. So each kind of work that a step is made of
 is done once at the model's own sizes: one layer of experts, forward and backward, with even counts of tokens; what is
 around them in a layer (norms, attention, router, the way to the experts and back); and Adam on pages. Rates are the
-counted work over the time, so that the plan's sums give the times back. It takes a few seconds and some memory: of very
-many or large experts only as many as fit in ``EXPERT_BYTES`` are made, with as many tokens each.
+counted work over the time, so that the plan's sums give the times back. What paging reaches of a disk's rates is
+measured as well, on an optimizer step with a quarter of the layer's pages in memory. It takes a few seconds and some
+memory: of very many or large experts only as many as fit in ``EXPERT_BYTES`` are made, with as many tokens each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -24,9 +26,11 @@ from megascale_omni.experts.shards import PageShards
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.optimizer.arithmetic import arithmetic_for
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import MIB, PageLayout
-from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.planes import Plane
+from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
 
@@ -41,7 +45,7 @@ def measure_here(card: ModelCard, *, page_bytes: int) -> Device:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if card.bf16 else torch.float32
     tokens = card.micro_batch_size * card.seq_length
-    experts, step, elements = _experts_seconds(card, device, dtype, tokens=tokens, page_bytes=page_bytes)
+    experts, step, elements = _experts_seconds(card, device, page_bytes=page_bytes)
     dense = _dense_seconds(card, device, dtype, tokens=tokens)
     passes = 8 if card.recompute else 6
     dense_rate = passes * tokens * _dense_elements(card) / dense
@@ -83,61 +87,107 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _experts_seconds(
-    card: ModelCard, device: torch.device, dtype: torch.dtype, *, tokens: int, page_bytes: int
-) -> tuple[float, float, int]:
-    """Seconds of a layer's experts in a micro-batch, seconds of an optimizer step, and the elements that it stepped."""
-    fits = max(1, EXPERT_BYTES // (card.expert.num_parameters * dtype.itemsize))
-    number = min(card.num_experts, fits)
-    manager = ExpertManager(device=device)
-    workspace = Workspace(device)
-    dtypes = {Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32}
-    if dtype is not torch.float32:
-        dtypes[Plane.MASTER] = torch.float32
-    module = PagedExperts(
-        manager=manager,
-        path="probe",
-        layout=PageLayout.for_page_bytes(card.expert, page_bytes=page_bytes, dtype=dtype),
-        num_experts=number,
-        dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
-        activation=Activation("silu" if card.gated else "gelu", gated=card.gated),
-        style="sequential",
-        products=products_for(device=device, choice="auto", workspace=workspace),
-        workspace=workspace,
-    )
-    for expert in range(number):
-        tensors = {part.tensor.name: torch.zeros(part.tensor.shape) for part in module.names.of_expert(expert)}
-        module.initialise(expert, {name: value.to(device, dtype) for name, value in tensors.items()})
-    rows = tokens * card.moe_router_topk * number // card.num_experts
-    counts = [rows // number + (expert < rows % number) for expert in range(number)]
-    x_Nh = torch.randn(rows, card.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    probs_N = torch.ones(rows, device=device, dtype=dtype)
-    gradient_Nh = torch.randn_like(x_Nh)
-    gradients = ExpertGradients([module])
-    groups = [{"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8} for _ in range(2)]
-    adam = PagedAdam(
-        [(module, GroupBinding(weights=0, biases=1 if card.expert_bias else None))],
-        groups=groups,
-        arithmetic=arithmetic_for(decoupled=True, fused=False),
-        shards=PageShards(),
-    )
+class _Layer:
+    """One layer of a model's experts with its optimizer; of very many or large experts as many as fit."""
 
-    def there_and_back() -> None:
-        if card.recompute:
+    def __init__(
+        self, card: ModelCard, device: torch.device, *, page_bytes: int, options: PagingOptions | None = None
+    ) -> None:
+        dtype = torch.bfloat16 if card.bf16 else torch.float32
+        self.card = card
+        self.number = min(card.num_experts, max(1, EXPERT_BYTES // (card.expert.num_parameters * dtype.itemsize)))
+        self.manager = ExpertManager(device=device, options=options)
+        workspace = Workspace(device)
+        dtypes = {Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32}
+        if dtype is not torch.float32:
+            dtypes[Plane.MASTER] = torch.float32
+        self.module = PagedExperts(
+            manager=self.manager,
+            path="probe",
+            layout=PageLayout.for_page_bytes(card.expert, page_bytes=page_bytes, dtype=dtype),
+            num_experts=self.number,
+            dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
+            activation=Activation("silu" if card.gated else "gelu", gated=card.gated),
+            style="sequential",
+            products=products_for(device=device, choice="auto", workspace=workspace),
+            workspace=workspace,
+        )
+        for expert in range(self.number):
+            tensors = {part.tensor.name: torch.zeros(part.tensor.shape) for part in self.module.names.of_expert(expert)}
+            self.module.initialise(expert, {name: value.to(device, dtype) for name, value in tensors.items()})
+        rows = card.micro_batch_size * card.seq_length * card.moe_router_topk * self.number // card.num_experts
+        self.counts = [rows // self.number + (expert < rows % self.number) for expert in range(self.number)]
+        self._x_Nh = torch.randn(rows, card.hidden_size, device=device, dtype=dtype, requires_grad=True)
+        self._probs_N = torch.ones(rows, device=device, dtype=dtype)
+        self._gradient_Nh = torch.randn_like(self._x_Nh)
+        self.gradients = ExpertGradients([self.module])
+        groups = [{"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8} for _ in range(2)]
+        self._adam = PagedAdam(
+            [(self.module, GroupBinding(weights=0, biases=1 if card.expert_bias else None))],
+            groups=groups,
+            arithmetic=arithmetic_for(decoupled=True, fused=False),
+            shards=PageShards(),
+        )
+
+    def there_and_back(self) -> None:
+        """Forward and backward of a micro-batch."""
+        if self.card.recompute:
             with torch.no_grad():
-                module(x_Nh, counts, probs_N)
-        module(x_Nh, counts, probs_N).backward(gradient_Nh)
+                self.module(self._x_Nh, self.counts, self._probs_N)
+        self.module(self._x_Nh, self.counts, self._probs_N).backward(self._gradient_Nh)
 
-    def step() -> None:
-        gradients.finish(scale=1.0)
-        gradients.squares(PageShards())
-        adam.step()
+    def step(self) -> None:
+        """The optimizer's part of a step."""
+        self.gradients.finish(scale=1.0)
+        self.gradients.squares(PageShards())
+        self._adam.step()
 
-    passes = _seconds(there_and_back, device)
-    stepping = _seconds(step, device)
-    active = sum(count > 0 for count in counts)
-    manager.close()
-    return passes * card.num_experts / number, stepping, active * card.expert.num_parameters
+
+def _experts_seconds(card: ModelCard, device: torch.device, *, page_bytes: int) -> tuple[float, float, int]:
+    """Seconds of a layer's experts in a micro-batch, seconds of an optimizer step, and the elements that it stepped."""
+    layer = _Layer(card, device, page_bytes=page_bytes)
+    passes = _seconds(layer.there_and_back, device)
+    stepping = _seconds(layer.step, device)
+    active = sum(count > 0 for count in layer.counts)
+    layer.manager.close()
+    return passes * card.num_experts / layer.number, stepping, active * card.expert.num_parameters
+
+
+def paging_efficiency(card: ModelCard, disk: Disk, *, page_bytes: int, folder: str | Path) -> float:
+    """What an optimizer step whose pages come from disk and go back reaches of the disk's rates; at most 1.
+
+    Measured with a quarter of a layer's pages in memory, or as many as are needed. Where that is all, or where
+    computing takes longer than moving, it tells nothing, and is 1.
+    """
+    device = torch.device("cpu")
+    computing = _experts_seconds(card, device, page_bytes=page_bytes)[1]
+    budget = Budget(fraction=0.25)
+    while True:
+        options = PagingOptions(device_budget=budget, disk_path=folder)
+        layer = _Layer(card, device, page_bytes=page_bytes, options=options)
+        try:
+            layer.manager.check_budget()
+            break
+        except ValueError:  # a few large pages: as many as work
+            layer.manager.close()
+            if budget.fraction == 1.0:
+                return 1.0
+            budget = Budget(fraction=min(1.0, 2 * (budget.fraction or 1.0)))
+    shares = []
+    try:
+        for number in range(1, REPEATS + 1):
+            layer.manager.schedule.begin_step(number)
+            layer.gradients.drop()
+            layer.there_and_back()
+            before, start = layer.manager.stats(), time.perf_counter()
+            layer.step()
+            seconds, after = time.perf_counter() - start, layer.manager.stats()
+            moved = [after.get(name, 0) - before.get(name, 0) for name in ("bytes_loaded", "bytes_written")]
+            moving = disk.seconds(*moved)
+            shares.append(moving / seconds if moving > computing else 1.0)
+    finally:
+        layer.manager.close()
+    return min(1.0, sorted(shares[2:])[len(shares[2:]) // 2])
 
 
 # -- the rest of a layer -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from megascale_omni.planner.devices import bandwidth as bytes_a_second
 from megascale_omni.planner.models import ModelCard, model_card, read_model
 from megascale_omni.planner.plan import break_even_tokens, make_plan
 from megascale_omni.planner.prediction import Machine, Run, work_of
+from megascale_omni.planner.probe import paging_efficiency
 from megascale_omni.planner.state import rank_state
 from megascale_omni.planner.traffic import Traffic, Work, step_traffic, traced_traffic
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
@@ -289,6 +290,28 @@ def test_reading_and_writing_side_by_side_take_what_the_mixed_rate_says():
     assert disk.seconds(3, 3) == 3
     assert disk.seconds(5, 3) == 3 + 2
     assert disk.seconds(3, 7) == 3 + 1
+    assert replace(disk, efficiency=0.5).seconds(3, 7) == 8
+
+
+def test_this_machine_is_measured_with_the_models_own_sizes(tmp_path, capsys):
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-experts 8 --moe-ffn-hidden-size 128 --swiglu "
+        "--disable-bias-linear --moe-router-topk 2 --seq-length 32 --micro-batch-size 2"
+    )
+    given = ["plan", f"--from={flags}", "--device", "here", "--page-size", "64KiB", "--budget", "50%", "--json"]
+    assert cli.main([*given, "--disk-bandwidth", "auto", "--disk-path", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)["prediction"]
+    assert 0 < found["passes"]["compute_seconds"] < 10
+    assert 0 < found["optimizer"]["io_seconds"] < 10
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    card_ = read_model(f"{flags} --bf16")
+    with batches_of(RECORDED):
+        slow, fast = (
+            paging_efficiency(card_, Disk.of(rate), page_bytes=64 * KIB, folder=tmp_path) for rate in (1e6, 1e15)
+        )
+    assert slow == 1.0, "this disk is faster than that"
+    assert fast == 1.0, "computing takes longer than such a disk"
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_prints_a_plan_and_json(capsys):
