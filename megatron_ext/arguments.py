@@ -36,10 +36,14 @@ _DISTRIBUTED = {
     "megascale_dispatcher": "dispatcher",
     "megascale_move": "move",
     "megascale_discovery": "discovery",
+    "megascale_topology": "topology",
+    "megascale_placement": "placement",
+    "megascale_grad_wire": "grad_wire",
+    "megascale_fetch": "fetch",
 }
 """Flags and the options of the distributed section that they set."""
 
-_OBSERVE = {"megascale_trace": "trace", "megascale_report": "report"}
+_OBSERVE = {"megascale_trace": "trace", "megascale_report": "report", "megascale_routing": "routing"}
 """Flags and what they have written down."""
 
 _CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_nonfinite": "nonfinite"}
@@ -94,6 +98,23 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--megascale-discovery", choices=["allgather", "gossip"], help="how ranks exchange counts (default allgather)"
+    )
+    group.add_argument(
+        "--megascale-topology", metavar="FILE", help="where ranks are, and what links between them carry"
+    )
+    group.add_argument("--megascale-placement", metavar="FILE", help="which rank keeps which expert")
+    group.add_argument(
+        "--megascale-grad-wire",
+        choices=["fp32", "bf16"],
+        help="what expert gradients travel in between copies of an expert (default fp32; bf16 changes the mathematics)",
+    )
+    group.add_argument(
+        "--megascale-fetch",
+        choices=["step", "demand"],
+        help="updated pages go to other copies of an expert at each step (default), or when tokens need them",
+    )
+    group.add_argument(
+        "--megascale-routing", metavar="DIR", help="write down what routers choose, for `megascale topology`"
     )
     group.add_argument(
         "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"

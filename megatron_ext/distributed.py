@@ -49,7 +49,8 @@ class MegaScaleDDP(DistributedDataParallel):
         )
         named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
         self.paged_experts = [experts for _, experts in named]
-        self.gradients = ExpertGradients(self.paged_experts)
+        wire = patches.active_runtime().config.distributed.grad_wire
+        self.gradients = ExpertGradients(self.paged_experts, wire=wire)
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.loss_listener: Callable[[torch.Tensor], None] | None = None
         self._micro_batch = 0
@@ -114,8 +115,12 @@ class MegaScaleDDP(DistributedDataParallel):
         self._micro_batch = 0
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """As stock; gradient pages are checked, scaled and summed over the ranks that hold the same experts."""
-        self.gradients.finish(scale=self.gradient_scale, group=self.expt_dp_group)
+        """As stock; gradient pages are checked, scaled and summed over the ranks that hold the same experts.
+
+        With a distributed optimizer only a page's owner has its sum afterwards.
+        """
+        shards = next((experts.adam.shards for experts in self.paged_experts if experts.adam is not None), None)
+        self.gradients.finish(scale=self.gradient_scale, group=self.expt_dp_group, shards=shards)
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -37,9 +38,11 @@ class MegaScaleMoELayer(MoELayer):
             layer_number=layer_number,
             pg_collection=pg_collection,
         )
+        self._runtime = runtime
+        self._settled = False
         keeper = runtime.observation.keeper
         if keeper is not None and keeper.reroutes:
-            routing.check_reroute(config)
+            routing.check_reroute(config, runtime.config.distributed)
             routing.mask_frozen(self, keeper)
         if runtime.early_router is not None:
             runtime.early_router.add(self)
@@ -49,6 +52,26 @@ class MegaScaleMoELayer(MoELayer):
     def _use_groups(self, runtime: Runtime, groups: ProcessGroupCollection) -> None:
         experts = self.experts
         assert isinstance(experts, MegaScaleExperts)
-        self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options())
+        members = torch.distributed.get_process_group_ranks(groups.ep)
+        self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
+        runtime.observation.dispatchers.append(self.token_dispatcher.core)
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """As stock; experts go where the placement has them in this layer. A collective where there is one."""
+        super().set_layer_number(layer_number)
+        placement = self._runtime.placement
+        if placement is not None and not self._settled and isinstance(self.token_dispatcher, GroupsTokenDispatcher):
+            self.token_dispatcher.settle(placement, layer_number)
+            self._settled = True
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock; what the router chose in training is written down where that was asked for."""
+        probs_TE, map_TE = super().route(hidden_states, padding_mask)
+        writer = self._runtime.routing
+        if writer is not None and self.training and torch.is_grad_enabled():
+            writer.write(self.layer_number or 0, self._runtime.schedule.moment.step, map_TE.bool().cpu().numpy())
+        return probs_TE, map_TE

@@ -190,7 +190,7 @@ def disable() -> None:
         patch.undo()
     _registry.applied = []
     if _registry.runtime is not None:
-        _registry.runtime.observation.close()
+        _registry.runtime.close()
     _registry.runtime = None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megascale_omni.config import DistributedConfig
 from megascale_omni.heat.keeper import HeatKeeper
 from megascale_omni.paging.foresight import Foresight
 
@@ -28,8 +29,8 @@ _NOT_REROUTED = {
 """Options of stock's router with which a mask of its logits does not do what it says."""
 
 
-def check_reroute(config: TransformerConfig) -> None:
-    """Refuses routers whose choice a mask of the logits does not decide.
+def check_reroute(config: TransformerConfig, distributed: DistributedConfig) -> None:
+    """Refuses routers whose choice a mask of the logits does not decide, and tokens that no owner sees.
 
     Raises:
         ValueError: names the option, and what to do instead.
@@ -38,6 +39,11 @@ def check_reroute(config: TransformerConfig) -> None:
         if getattr(config, option, None):
             flag = "--" + option.replace("_", "-")
             raise ValueError(f"--megascale-frozen reroute does not go with {flag}: {reason}; leave one of them out")
+    if distributed.dispatcher == "groups" and distributed.move != "tokens":
+        raise ValueError(
+            f"--megascale-frozen reroute does not go with --megascale-move {distributed.move}: an expert's owner does "
+            "not see the tokens that its pages travel to; use --megascale-move tokens"
+        )
     if "sinkhorn" in str(config.moe_router_load_balancing_type):
         raise ValueError(
             "--megascale-frozen reroute does not go with --moe-router-load-balancing-type sinkhorn, which balances "
@@ -56,10 +62,20 @@ def mask_frozen(layer: MegaScaleMoELayer, keeper: HeatKeeper) -> None:
         if frozen is None:
             return logits
         if known[0] is not frozen:
-            known[:] = frozen, torch.from_numpy(frozen).to(logits.device)
+            known[:] = frozen, _by_column(layer, frozen).to(logits.device)
         return logits.masked_fill(known[1], float("-inf"))
 
     layer.router.gating = masked
+
+
+def _by_column(layer: MegaScaleMoELayer, frozen: np.ndarray) -> torch.Tensor:
+    """A mask over (rank, local expert) as one over the router's columns: a placement may have put experts elsewhere."""
+    mask, columns = torch.from_numpy(frozen), getattr(getattr(layer.token_dispatcher, "core", None), "columns", None)
+    if columns is None:
+        return mask
+    result = torch.zeros_like(mask)
+    result[columns.cpu()] = mask
+    return result
 
 
 class EarlyRouter:
@@ -91,4 +107,4 @@ class EarlyRouter:
         chosen = scores_TE.topk(layer.config.moe_router_topk, dim=-1).indices
         named = np.zeros(layer.config.num_moe_experts, dtype=bool)
         named[chosen.reshape(-1).cpu().numpy()] = True
-        self._foresight.predict(layer.experts.pages.entry.module, named[layer.local_expert_indices])
+        self._foresight.predict(layer.experts.pages.entry.module, named[list(layer.experts.numbers)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
+from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History, StepRecord
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
@@ -53,8 +55,9 @@ class PagedAdam:
     Args:
         modules: paged experts with their bindings. groups: torch-like parameter groups (lr, weight_decay, betas, eps,
         ...). arithmetic: the dense optimizer's operations. shards: which pages' state this rank keeps and steps.
-        max_lag: most steps a page may be behind; 0 steps every page at every step. Sharded state is never deferred: a
-        page's weights are read on ranks that do not keep its state.
+        max_lag: most steps a page may be behind; 0 steps every page at every step. on_demand: whether ranks fetch the
+        pages that they need (see [Note: pages on demand]); otherwise sharded state is never deferred, and updated
+        weights go to every rank at each step.
     """
 
     def __init__(
@@ -65,19 +68,28 @@ class PagedAdam:
         arithmetic: AdamArithmetic,
         shards: PageShards,
         max_lag: int = DEFAULT_MAX_LAG,
+        on_demand: bool = False,
     ) -> None:
         self.bindings = dict(modules)
         self.param_groups = groups
         self.arithmetic = arithmetic
         self.shards = shards
-        self.max_lag = 0 if shards.size > 1 else max_lag
+        self.fetcher: PageFetcher | None = None
+        if on_demand and shards.size > 1:
+            self.fetcher = PageFetcher(
+                shards, stale=self._is_stale, catch_up=self._catch_up_owned, fetched=self._have_fetched
+            )
+        self.max_lag = max_lag if shards.size == 1 or self.fetcher is not None else 0
         self.history = History()
         self.num_steps = 0
+        self._owned_names: dict[PagedExperts, set[PageName]] = {}
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
-            manager.set_catch_up(experts.pages, self.catch_up if self.max_lag else None)
+            waits = self.max_lag > 0 or self.fetcher is not None
+            manager.set_catch_up(experts.pages, self.catch_up if waits else None)
+            experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
                 for name in self.shards.owned(experts):
@@ -133,7 +145,8 @@ class PagedAdam:
             for names, also in ((moving, MOMENTS), (resting, ())):
                 for name, pages in self._state(experts, names, also=also):
                     self._replay_page(experts, name, pages, up_to=self.num_steps)
-            self.sync_weights(experts)
+            if self.fetcher is None:
+                self.sync_weights(experts)
         for index in range(len(self.param_groups)):
             self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
 
@@ -221,7 +234,40 @@ class PagedAdam:
             return
         for page_id in page_ids[experts.manager.table.last_step[page_ids] < self.num_steps].tolist():
             key = experts.manager.key(page_id)
-            self._catch_up_page(experts, (key.expert, key.slice))
+            name = (key.expert, key.slice)
+            if self.fetcher is not None and name not in self._owned_by(experts):
+                raise RuntimeError(
+                    f"{experts.path}, local expert {key.expert} (slice {key.slice}): its weights are those of step "
+                    f"{self._last_step(experts, name)} of {self.num_steps} here, and were not fetched; call "
+                    "PagedAdam.fetch_all() on all ranks before they are read outside of the model's forward"
+                )
+            self._catch_up_page(experts, name)
+
+    # -- pages on demand -----------------------------------------------------------------------------------------------
+
+    def _owned_by(self, experts: PagedExperts) -> set[PageName]:
+        if experts not in self._owned_names:
+            self._owned_names[experts] = set(self.shards.owned(experts))
+        return self._owned_names[experts]
+
+    def _is_stale(self, experts: PagedExperts, name: PageName) -> bool:
+        return self._last_step(experts, name) < self.num_steps
+
+    def _catch_up_owned(self, experts: PagedExperts, name: PageName) -> None:
+        self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+
+    def _have_fetched(self, experts: PagedExperts, names: list[PageName]) -> None:
+        experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, names)] = self.num_steps
+
+    @torch.no_grad()
+    def fetch_experts(self, experts: PagedExperts, wanted: Iterable[int]) -> None:
+        """Makes all pages of some local experts current on this rank. A collective where pages come on demand."""
+        if self.fetcher is not None:
+            self.fetcher.fetch(experts, [(e, s) for e in wanted for s in range(experts.layout.num_slices)])
+
+    def fetch_all(self, experts: PagedExperts) -> None:
+        """Makes all pages of a module current on this rank. A collective where pages come on demand."""
+        self.fetch_experts(experts, range(experts.num_experts))
 
     def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
         planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
@@ -299,7 +345,11 @@ class PagedAdam:
     def dense(self, experts: PagedExperts, plane: Plane) -> dict[str, torch.Tensor]:
         """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
         if self.shards.size == 1 or plane is Plane.WEIGHT:
+            self.fetch_all(experts)
             return experts.dense(plane)
+        if self.fetcher is not None:
+            for name in self.shards.owned(experts):
+                self._catch_up_owned(experts, name)
         dtype = experts.pages.dtypes[plane]
         tensors = {t.name: torch.zeros(t.shape, dtype=dtype) for t in experts.names.tensors()}
 

@@ -213,6 +213,10 @@ def refused(rank: int, world: int, *, corpus: str, options: str) -> str:
     [
         ("--moe-router-load-balancing-type sinkhorn", "does not go with --moe-router-load-balancing-type sinkhorn"),
         (
+            "--megascale-dispatcher groups",
+            "does not go with --megascale-move auto: an expert's owner does not see the tokens",
+        ),
+        (
             "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
             "does not go with --moe-router-enable-expert-bias: its bias could choose a frozen expert",
         ),
