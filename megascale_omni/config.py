@@ -80,6 +80,8 @@ class PagingConfig:
         checksum: of every page read from disk: ``xxh3``, ``crc32``, ``off``, or ``auto`` (xxh3 where it is installed).
         prefetch: which pages are fetched before they are needed: ``none``; those that the schedule and the past tell
             (``history``); and, with ``early-router``, those that a layer's router chooses for the layer before it.
+        step_in_backward: whether gradients are completed, and pages stepped where no clipping waits for all of them, in
+            the backward that is their last; off for loops that compute more backwards than they announce.
         max_lag_steps: most optimizer steps that a page of an unused expert may wait; 0 steps every page at every step.
     """
 
@@ -89,6 +91,7 @@ class PagingConfig:
     disk_path: str | None = None
     checksum: Checksum = "auto"
     prefetch: Prefetch = "history"
+    step_in_backward: bool = True
     max_lag_steps: int = 100
 
     def __post_init__(self) -> None:
@@ -108,6 +111,8 @@ class PagingConfig:
         if self.prefetch not in get_args(Prefetch):
             known = ", ".join(get_args(Prefetch))
             raise ValueError(f"paging.prefetch={self.prefetch!r} is unknown; choose one of {known}")
+        if not isinstance(self.step_in_backward, bool):
+            raise ValueError(f"paging.step_in_backward={self.step_in_backward!r} must be true or false")
         for key in ("device_budget", "host_budget"):
             if getattr(self, key) not in (None, "auto"):
                 parse_budget(getattr(self, key), key=f"paging.{key}")

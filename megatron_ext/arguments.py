@@ -19,6 +19,7 @@ _PAGING = {
     "megascale_disk_path": "disk_path",
     "megascale_page_checksum": "checksum",
     "megascale_prefetch": "prefetch",
+    "megascale_step_in_backward": "step_in_backward",
     "megascale_max_lag": "max_lag_steps",
 }
 """Flags and the paging options that they set."""
@@ -77,6 +78,11 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--megascale-frozen",
         choices=["wake", "reroute"],
         help="tokens of a frozen expert wake it (default), or go to the next-best one (changes the mathematics)",
+    )
+    group.add_argument(
+        "--megascale-step-in-backward",
+        choices=["on", "off"],
+        help="complete gradients, and without clipping step experts, in the last backward (default on)",
     )
     group.add_argument(
         "--megascale-max-lag", type=int, metavar="STEPS", help="most steps an unused page may wait (default 100)"
@@ -175,6 +181,8 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     path = getattr(args, "megascale_config", None)
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
     paging = {field: getattr(args, name) for name, field in _PAGING.items() if getattr(args, name, None) is not None}
+    if "step_in_backward" in paging:
+        paging["step_in_backward"] = paging["step_in_backward"] == "on"
     if paging:
         config = config.replace("paging", **paging)
     given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}

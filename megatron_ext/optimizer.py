@@ -285,7 +285,13 @@ def build_optimizer(
         experts.adam = adam
     paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
     clipping = _clipping(clip, chunks, dense, paged)
-    return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
+    chained = MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
+    adam.before_step = lambda: chained.before_step()
+    if config.clip_grad <= 0.0 and clipping is None and shards.size == 1:
+        for chunk in chunks:
+            if chunk.last_gradients is not None and not chunk.config.calculate_per_token_loss:
+                chunk.last_gradients.stepper = adam
+    return chained
 
 
 def _clipping(

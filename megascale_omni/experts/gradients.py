@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megascale_omni.clipping.statistics import GradientStatistics, Scratch, statistics_of
+from megascale_omni.experts.completion import OFF, LastGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.reduction import GradWire, PageReducer, exchange_touched, owners_of, plan_reductions
 from megascale_omni.experts.shards import PageName, PageShards
@@ -54,6 +55,11 @@ class ExpertGradients:
         self._scratch: Scratch = {}
         self.non_finite: str | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
+        self.last: LastGradients | None = None  # who completes pages in the backward already
+        self.done: set[tuple[PagedExperts, PageName]] = set()
+        """Pages of this step that are complete: checked, scaled and measured."""
+        self.stepped: set[tuple[PagedExperts, PageName]] = set()
+        """Those of them that have been applied and are gone."""
 
     def present(self, experts: PagedExperts) -> list[PageName]:
         """The pages (expert, slice) of a module that have a gradient, ascending."""
@@ -73,7 +79,11 @@ class ExpertGradients:
         for experts in self.modules:
             experts.manager.drop(experts.page_ids(Plane.GRADIENT, self.present(experts)))
         self._statistics.clear()
+        self.done.clear()
+        self.stepped.clear()
         self.non_finite = None
+        if self.last is not None:
+            self.last.reset()
 
     def finish(
         self, *, scale: float = 1.0, group: dist.ProcessGroup | None = None, shards: PageShards | None = None
@@ -84,15 +94,21 @@ class ExpertGradients:
         ``non_finite``. A page that another rank of the group has and this one does not is created; where ``shards``
         (of the same group) divide the optimizer's state, a page stays with its owner only, and is dropped elsewhere
         (see [Note: reduction of pages]). A collective of ``group``.
+
+        Raises:
+            RuntimeError: a backward has completed pages already, with another ``scale`` or without ``group``.
         """
         shards = shards or PageShards()
-        if group is None or dist.get_world_size(group) == 1:
+        alone = group is None or dist.get_world_size(group) == 1
+        if self.done and (not alone or self.last is None or self.last.scale != scale):
+            raise RuntimeError(
+                f"gradients were completed in the backward, and are to be scaled by {scale} or reduced now"
+            )
+        if alone or group is None:
             for experts in self.modules:
-                for name, page in self.pages(experts, write=scale != 1.0):
-                    self._check(experts, name, page)
-                    if scale != 1.0:
-                        page.mul_(scale)
-                    self._statistics[experts, name] = self._measure(page)
+                names = [name for name in self.present(experts) if (experts, name) not in self.done]
+                for name, page in self.pages(experts, names=names, write=scale != 1.0):
+                    self.complete(experts, name, page, scale=scale)
             return
         channel = self._channel_of(group)
         if shards.size not in (1, channel.size):
@@ -105,8 +121,22 @@ class ExpertGradients:
             self._channel = Channel(group)
         return self._channel
 
+    def complete(self, experts: PagedExperts, name: PageName, page: torch.Tensor, *, scale: float) -> None:
+        """Checks, scales and measures a page, to which nothing will be added in this step."""
+        self._check(experts, name, page)
+        if scale != 1.0:
+            page.mul_(scale)
+        self._statistics[experts, name] = self._measure(page)
+        self.done.add((experts, name))
+
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient, as stock multiplies its buffers; statistics follow by arithmetic."""
+        """Multiplies every gradient, as stock multiplies its buffers; statistics follow by arithmetic.
+
+        Raises:
+            RuntimeError: experts have been stepped by some of them.
+        """
+        if self.stepped:
+            raise RuntimeError(f"gradients are scaled after experts were stepped by them; {OFF}")
         for experts in self.modules:
             for name, page in self.pages(experts, write=True):
                 page.mul_(factor)
@@ -148,9 +178,13 @@ class ExpertGradients:
         """What was measured of the present pages of a module that this rank owns; measures what was not."""
         if not experts.trainable:
             return []
-        here = set(self.present(experts))
+        here = set(self.present(experts)) | {name for module, name in self.stepped if module is experts}
         owned = [name for name in shards.owned(experts) if name in here]
         missing = [name for name in owned if not self._is_measured(self._statistics.get((experts, name)))]
+        if any((experts, name) in self.stepped for name in missing):
+            raise RuntimeError(
+                f"{experts.path}: more is asked of gradients than was measured before they were used; {OFF}"
+            )
         for name, page in self.pages(experts, names=missing):
             self._statistics[experts, name] = self._measure(page)
         return [self._statistics[experts, name] for name in owned]

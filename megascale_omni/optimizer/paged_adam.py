@@ -7,7 +7,6 @@ has a region of weights and a region of biases, which may belong to different gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megascale_omni.experts.completion import OFF, leased
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
@@ -22,6 +22,7 @@ from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History, StepRecord
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.tiers import ABSENT
 from megascale_omni.schedule import Phase
 
 
@@ -82,6 +83,8 @@ class PagedAdam:
         self.max_lag = max_lag if shards.size == 1 or self.fetcher is not None else 0
         self.history = History()
         self.num_steps = 0
+        self.before_step: Callable[[], None] = lambda: None  # who wants to know before anything changes
+        self._opened: list[StepRecord] = []  # the coming step, where pages have taken it already
         self._owned_names: dict[PagedExperts, set[PageName]] = {}
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
@@ -129,16 +132,21 @@ class PagedAdam:
         without a gradient wait (see [Note: deferred steps]). A collective of the shards' group where state is sharded:
         updated weights go to every rank.
         """
+        records = self._close(clip_coefficient)
         self.num_steps += 1
-        for index in range(len(self.param_groups)):
-            self._record(index)
+        for index, record in enumerate(records):
+            self.history.append(index, record)
         for experts in self.modules:
             clip = clip_coefficient.get(experts) if isinstance(clip_coefficient, Mapping) else clip_coefficient
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
             stepped = [name for name in owned if present[name]]
+            before: list[PageName] = []
             for name, pages in self._state(experts, stepped, also=(Plane.GRADIENT, *MOMENTS)):
+                self._forget_gradients(experts, before)
                 self._step_page(experts, name, pages, clip)
+                before = [name]
+            self._forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]
@@ -150,18 +158,55 @@ class PagedAdam:
         for index in range(len(self.param_groups)):
             self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
 
-    def _record(self, index: int) -> None:
-        group = self.param_groups[index]
-        beta1, beta2 = group["betas"]
-        record = StepRecord(
-            step=self.num_steps,
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-        )
-        self.history.append(index, record)
+    @staticmethod
+    def _forget_gradients(experts: PagedExperts, names: list[PageName]) -> None:
+        """Gradients that have been used: where pages leave the device they would be written to disk for nothing."""
+        if experts.manager.pager.can_evict and names:
+            ids = experts.page_ids(Plane.GRADIENT, names)
+            experts.manager.drop(ids[experts.manager.table.tier[ids] != ABSENT])
+
+    def _coming(self) -> list[StepRecord]:
+        """The step that comes next, by the groups' settings."""
+        return [
+            StepRecord(
+                step=self.num_steps + 1,
+                lr=float(group["lr"]),
+                weight_decay=float(group["weight_decay"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+            )
+            for group in self.param_groups
+        ]
+
+    # -- a step that begins in the backward ----------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pages have been stepped at once since the last :meth:`step`, which has to complete their step."""
+        return bool(self._opened)
+
+    def planes_at_once(self, experts: PagedExperts) -> tuple[Plane, ...] | None:
+        """Planes beside weight and gradient that the step of a page works on; None for modules not stepped here."""
+        if experts not in self.bindings:
+            return None
+        return (Plane.MASTER, *MOMENTS) if Plane.MASTER in experts.pages.dtypes else MOMENTS
+
+    @torch.no_grad()
+    def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
+        """Applies the step that comes next to a page whose gradient is complete; :meth:`step` does so to the others."""
+        if not self._opened:
+            self.before_step()
+            self._opened = self._coming()
+        self._step_page(experts, name, pages, None)
+
+    def _close(self, clip_coefficient: float | Mapping[PagedExperts, float] | None) -> list[StepRecord]:
+        opened, self._opened = self._opened, []
+        coming = self._coming()
+        if opened and (opened != coming or clip_coefficient is not None):
+            what = f"settings changed from {opened} to {coming}" if opened != coming else "gradients are to be clipped"
+            raise RuntimeError(f"{what} after experts were stepped in the backward; {OFF}")
+        return coming
 
     def _last_step(self, experts: PagedExperts, name: PageName) -> int:
         return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
@@ -190,7 +235,7 @@ class PagedAdam:
             gradient.mul_(clip)
         p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
         for region, group in self._regions(experts, name):
-            records = self.history.since(group, last)
+            records = (*self.history.since(group, last), *self._opened[group : group + 1])
             self.arithmetic.advance(p=p[region], m=m[region], v=v[region], g=gradient[region], records=records)
         self._applied(experts, name, pages)
 
@@ -213,7 +258,7 @@ class PagedAdam:
     ) -> None:
         if Plane.MASTER in pages:
             pages[Plane.WEIGHT].copy_(pages[Plane.MASTER])
-        step = self.num_steps if step is None else step
+        step = self.num_steps + self.is_open if step is None else step
         experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = step
 
     def _regions(self, experts: PagedExperts, name: PageName) -> list[tuple[slice, int]]:
@@ -272,15 +317,7 @@ class PagedAdam:
     def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
         planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
         planes += MOMENTS if self._has_moments(experts, name) else ()
-        with ExitStack() as stack:
-            pages: dict[Plane, torch.Tensor] = {}
-            for plane in planes:
-                new = () if plane not in MOMENTS else self._create(experts, plane, name)
-                lease = stack.enter_context(experts.lease(plane, [name]))
-                lease.mark_dirty()
-                pages[plane] = lease.page(*name)
-                if len(new):
-                    pages[plane].zero_()
+        with leased(experts, name, planes) as pages:
             self._replay_page(experts, name, pages, up_to=self.num_steps)
 
     def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:

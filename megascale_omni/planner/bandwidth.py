@@ -16,6 +16,8 @@ from megascale_omni.paging.layout import MIB, SLOT_ALIGNMENT
 from megascale_omni.paging.mover import Mover
 
 REQUEST_BYTES = 16 * MIB
+_SLOTS = 16
+"""More than there are threads."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +45,26 @@ class Disk:
         return alone / self.efficiency
 
 
-def measure_disk(
-    folder: str | Path, *, nbytes: int = 256 * MIB, requests: int = 4, request_bytes: int = REQUEST_BYTES
-) -> Disk:
+def measure_disk(folder: str | Path, *, nbytes: int = 256 * MIB, request_bytes: int = REQUEST_BYTES) -> Disk:
     """Writes, reads, and does both, ``nbytes`` each, in requests of ``request_bytes``. Takes a second or so.
+
+    By as many threads as a run has.
 
     Raises:
         ValueError: the folder cannot hold them.
     """
     request_bytes = max(SLOT_ALIGNMENT, request_bytes // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
-    disk, mover = DiskFile(folder), Mover(readers=requests, writers=requests)
+    disk, mover = DiskFile(folder), Mover()
     try:
-        count = max(2 * requests, nbytes // request_bytes)
+        count = max(_SLOTS, nbytes // request_bytes)
         disk.reserve(2 * count * request_bytes)
-        slots = _slots(4 * requests, request_bytes)
+        slots = _slots(_SLOTS, request_bytes)
         bench = _Bench(disk, mover, slots, request_bytes)
         writes = [(True, number) for number in range(count)]
         reads = [(False, number) for number in range(count)]
         # Half and half: what was written is read, while the other half of the file is written.
         mixed = [pair for number in range(count) for pair in ((False, number), (True, count + number))]
-        bench.seconds(writes[: 2 * requests])
+        bench.seconds(writes[:_SLOTS])
         rates = [len(work) * request_bytes / bench.seconds(work) for work in (writes, reads, mixed)]
         return Disk(read_bytes_s=rates[1], write_bytes_s=rates[0], mixed_bytes_s=rates[2])
     finally:

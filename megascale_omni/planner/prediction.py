@@ -152,8 +152,15 @@ def active_share(card: ModelCard, run: Run) -> float:
 
 
 def work_of(card: ModelCard, run: Run) -> Work:
-    """What a step does with pages."""
-    return Work(micro_batches(card, run), active_share(card, run), recompute=card.recompute)
+    """What a step does with pages: the last backward completes gradients, where nobody else adds to them."""
+    complete = run.data_parallel <= run.expert_parallel
+    return Work(
+        micro_batches(card, run),
+        active_share(card, run),
+        recompute=card.recompute,
+        gradient_sweep=not complete,
+        step_in_backward=complete and not card.clips,
+    )
 
 
 def passes_seconds(card: ModelCard, device: Device, run: Run) -> float:

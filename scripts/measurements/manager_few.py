@@ -101,7 +101,7 @@ def measure(active: int, *, task: Task = TASK) -> Few:
     budget = int(BUDGET * state.total_bytes)
     machine = Machine(replace(DEVICES["a100"], link_bytes=1e12), budget, 0, disk)  # its memory is the device's
     planned = timed(
-        step_traffic(state, Work(task.micro_batches, active / task.experts), budget_bytes=budget),
+        step_traffic(state, Work(task.micro_batches, active / task.experts, gradient_sweep=False), budget_bytes=budget),
         machine,
         tiers={"device": budget, "host": 0, "disk": state.total_bytes - budget},
         passes=summarize(computing).median,

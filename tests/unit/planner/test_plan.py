@@ -228,6 +228,19 @@ def test_a_step_takes_the_longer_of_computing_and_moving_in_each_of_its_parts():
     assert work_of(card(), Run(page_bytes=MIB, active_share=0.5)).active_share == 0.5
 
 
+def test_where_nothing_is_clipped_and_nobody_else_adds_pages_are_stepped_in_the_last_backward():
+    run = Run(page_bytes=MIB)
+    assert [work_of(card(), run).step_in_backward, work_of(card(), run).gradient_sweep] == [False, False]
+    assert work_of(card(clip_grad=0.0), run).step_in_backward
+    apart = work_of(card(clip_grad=0.0), replace(run, data_parallel=2))
+    assert [apart.step_in_backward, apart.gradient_sweep] == [False, True]
+    plan = make_plan(card(clip_grad=0.0), machine(disk=1e8), replace(run, budget_bytes=100 * MIB))
+    assert plan.prediction is not None
+    assert plan.prediction.optimizer.seconds == 0, "one part"
+    with pytest.raises(ValueError, match="small: clip_grad='much' is not a number"):
+        card(clip_grad="much")
+
+
 def test_break_even_is_flops_by_bytes():
     """989 TFLOP/s over 64 GB/s and 450 GB/s."""
     bf16 = card(bf16=True)
