@@ -71,17 +71,19 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _once(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Of one call: the median of some, after two that warm up."""
-    found = []
-    for number in range(REPEATS + 2):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= 2:
-            found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 2]
+    found = sorted([_once(work, device) for _ in range(REPEATS + 2)][2:])
+    return found[len(found) // 2]
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -147,10 +149,15 @@ def _experts_seconds(card: ModelCard, device: torch.device, *, page_bytes: int) 
     """Seconds of a layer's experts in a micro-batch, seconds of an optimizer step, and the elements that it stepped."""
     layer = _Layer(card, device, page_bytes=page_bytes)
     passes = _seconds(layer.there_and_back, device)
-    stepping = _seconds(layer.step, device)
+    stepping = []
+    for _ in range(REPEATS):
+        layer.gradients.drop()
+        layer.there_and_back()
+        stepping.append(_once(layer.step, device))
     active = sum(count > 0 for count in layer.counts)
     layer.manager.close()
-    return passes * card.num_experts / layer.number, stepping, active * card.expert.num_parameters
+    steps = sorted(stepping[2:])
+    return passes * card.num_experts / layer.number, steps[len(steps) // 2], active * card.expert.num_parameters
 
 
 def paging_efficiency(card: ModelCard, disk: Disk, *, page_bytes: int, folder: str | Path) -> float:
