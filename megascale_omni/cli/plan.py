@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if args.disk_bandwidth == "auto":
             disk = measure_disk(args.disk_path, request_bytes=min(page_bytes, 4 * card.expert.num_parameters))
             if here:
-                efficiency = paging_efficiency(card, disk, page_bytes=page_bytes, folder=args.disk_path)
+                efficiency = paging_efficiency(card, disk, here=device, page_bytes=page_bytes, folder=args.disk_path)
                 disk = dataclasses.replace(disk, efficiency=efficiency)
         else:
             disk = Disk.of(bandwidth(args.disk_bandwidth, key="--disk-bandwidth"))

@@ -34,10 +34,10 @@ from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
 
-EXPERT_BYTES = 512 * MIB
+EXPERT_BYTES = 128 * MIB
 """Weights of the experts that are made at most; their other planes come on top."""
 
-REPEATS = 5
+REPEATS = 4
 
 
 def measure_here(card: ModelCard, *, page_bytes: int) -> Device:
@@ -50,7 +50,6 @@ def measure_here(card: ModelCard, *, page_bytes: int) -> Device:
     passes = 8 if card.recompute else 6
     dense_rate = passes * tokens * _dense_elements(card) / dense
     expert_rate = passes * tokens * card.moe_router_topk * card.expert.num_parameters / experts
-    each = 30 if card.bf16 else 28
     copied = torch.empty(64 * MIB, dtype=torch.uint8)
     link = copied.numel() / _seconds(lambda: copied.to(device, copy=True), device)
     return Device(
@@ -59,10 +58,15 @@ def measure_here(card: ModelCard, *, page_bytes: int) -> Device:
         fp32_flops=dense_rate,
         memory_bytes=_memory_bytes(device),
         link_bytes=link,
-        memory_bytes_s=each * elements / step,
+        memory_bytes_s=_bytes_of_a_step(card) * elements / step,
         efficiency=1.0,
         experts=expert_rate / dense_rate,
     )
+
+
+def _bytes_of_a_step(card: ModelCard) -> int:
+    """Read and written an element, as a plan counts them."""
+    return 30 if card.bf16 else 28
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -160,14 +164,13 @@ def _experts_seconds(card: ModelCard, device: torch.device, *, page_bytes: int) 
     return passes * card.num_experts / layer.number, steps[len(steps) // 2], active * card.expert.num_parameters
 
 
-def paging_efficiency(card: ModelCard, disk: Disk, *, page_bytes: int, folder: str | Path) -> float:
+def paging_efficiency(card: ModelCard, disk: Disk, *, here: Device, page_bytes: int, folder: str | Path) -> float:
     """What an optimizer step whose pages come from disk and go back reaches of the disk's rates; at most 1.
 
-    Measured with a quarter of a layer's pages in memory, or as many as are needed. Where that is all, or where
-    computing takes longer than moving, it tells nothing, and is 1.
+    ``here`` is what :func:`measure_here` gave. Measured with a quarter of a layer's pages in memory, or as many as are
+    needed. Where that is all, or where computing takes longer than moving, it tells nothing, and is 1.
     """
     device = torch.device("cpu")
-    computing = _experts_seconds(card, device, page_bytes=page_bytes)[1]
     budget = Budget(fraction=0.25)
     while True:
         options = PagingOptions(device_budget=budget, disk_path=folder)
@@ -180,6 +183,8 @@ def paging_efficiency(card: ModelCard, disk: Disk, *, page_bytes: int, folder: s
             if budget.fraction == 1.0:
                 return 1.0
             budget = Budget(fraction=min(1.0, 2 * (budget.fraction or 1.0)))
+    active = sum(count > 0 for count in layer.counts)
+    computing = _bytes_of_a_step(card) * active * card.expert.num_parameters / here.memory_bytes_s
     shares = []
     try:
         for number in range(1, REPEATS + 1):

@@ -184,15 +184,12 @@ class _Steps:
                 if plane is not Plane.GRADIENT:
                     for piece in range(self.pieces):
                         self._event(Op.CREATE, [self._id(module, piece, plane)])
-        present: set[tuple[int, int]] = set()
         for number in range(steps):
             self._event(Op.STEP, [number + 1])
-            if present:
-                self._event(Op.DROP, [self._id(m, p, Plane.GRADIENT) for m, p in sorted(present)])
-            present = self._step(generator)
+            self._step(generator)
         return Trace(self.model, np.asarray(self.numbers, dtype=np.int32), whole=True)
 
-    def _step(self, generator: random.Random) -> set[tuple[int, int]]:
+    def _step(self, generator: random.Random) -> None:
         present: set[tuple[int, int]] = set()
         modules, work = range(len(self.model.modules)), self.work
         for number in range(work.micro_batches):
@@ -214,7 +211,6 @@ class _Steps:
         for planes in ((Plane.GRADIENT,), *sweeps) if work.gradient_sweep else sweeps:
             for module in modules:
                 self._visit(Phase.STEP, module, [p for p in range(self.pieces) if (module, p) in present], planes)
-        return present
 
     def _visit(
         self,
@@ -237,6 +233,8 @@ class _Steps:
             if written and not (phase is Phase.STEP and not steps):
                 self._event(Op.WRITE, written)
             self._event(Op.RELEASE, ids)
+            if steps:  # it has been used
+                self._event(Op.DROP, [self._id(module, piece, Plane.GRADIENT)])
 
     def _id(self, module: int, piece: int, plane: Plane) -> int:
         return (module * self.pieces + piece) * len(Plane) + int(plane)

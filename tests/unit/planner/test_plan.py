@@ -21,7 +21,7 @@ from megascale_omni.planner.devices import bandwidth as bytes_a_second
 from megascale_omni.planner.models import ModelCard, model_card, read_model
 from megascale_omni.planner.plan import break_even_tokens, make_plan
 from megascale_omni.planner.prediction import Machine, Run, work_of
-from megascale_omni.planner.probe import paging_efficiency
+from megascale_omni.planner.probe import measure_here, paging_efficiency
 from megascale_omni.planner.state import rank_state
 from megascale_omni.planner.traffic import Traffic, Work, step_traffic, traced_traffic
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
@@ -319,8 +319,10 @@ def test_this_machine_is_measured_with_the_models_own_sizes(tmp_path, capsys):
     assert not list(tmp_path.iterdir()), "nothing is left behind"
     card_ = read_model(f"{flags} --bf16")
     with batches_of(RECORDED):
+        device = measure_here(card_, page_bytes=64 * KIB)
         slow, fast = (
-            paging_efficiency(card_, Disk.of(rate), page_bytes=64 * KIB, folder=tmp_path) for rate in (1e6, 1e15)
+            paging_efficiency(card_, Disk.of(rate), here=device, page_bytes=64 * KIB, folder=tmp_path)
+            for rate in (1e6, 1e15)
         )
     assert slow == 1.0, "this disk is faster than that"
     assert fast == 1.0, "computing takes longer than such a disk"
