@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext import support
+from megatron_ext import routing, support
 from megatron_ext.dispatcher import GroupsTokenDispatcher
 from megatron_ext.experts import MegaScaleExperts
 from megatron_ext.local_dispatch import LocalTokenDispatcher, takes_the_place_of
@@ -42,6 +42,12 @@ class MegaScaleMoELayer(MoELayer):
         )
         self._runtime = runtime
         self._settled = False
+        keeper = runtime.observation.keeper
+        if keeper is not None and keeper.reroutes:
+            routing.check_reroute(config, runtime.config.distributed)
+            routing.mask_frozen(self, keeper)
+        if runtime.early_router is not None:
+            runtime.early_router.add(self)
         groups = pg_collection or get_default_pg_collection()
         if runtime.config.distributed.dispatcher == "groups":
             self._use_groups(runtime, groups)

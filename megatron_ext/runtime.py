@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,11 +16,15 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
+from megascale_omni.paging.foresight import Foresight
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.placement import Placement
 from megascale_omni.topology.routing import RoutingWriter
+from megatron_ext.routing import EarlyRouter
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Runtime:
     topology: Topology | None = None
     placement: Placement | None = None
     routing: RoutingWriter | None = None
+    early_router: EarlyRouter | None = None
     path_numbers: list[str] = field(default_factory=list)
 
     @classmethod
@@ -48,6 +54,11 @@ class Runtime:
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
+        if config.heat.frozen == "reroute":
+            logger.warning(
+                "tokens of frozen experts go to the next-best expert (--megascale-frozen reroute). This changes the "
+                "mathematics"
+            )
         where, which, record = config.distributed.topology, config.distributed.placement, config.observe.routing
         topology = None if where is None else Topology.from_file(where)
         if topology is not None and topology.num_ranks < world:
@@ -65,6 +76,7 @@ class Runtime:
             topology=topology,
             placement=None if which is None else Placement.from_file(which),
             routing=None if record is None else RoutingWriter(record, rank=rank),
+            early_router=EarlyRouter(Foresight(manager)) if config.paging.prefetch == "early-router" else None,
         )
 
     @property

@@ -16,7 +16,7 @@ TIER_LABELS = {"device": "device memory", "host": "host memory", "disk": "disk"}
 
 def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
     """Series over steps, summed over ranks: ``step``, bytes by tier, and per step ``faults``, ``loaded`` and
-    ``written`` bytes, ``stall_seconds`` (the worst rank's) and ``seconds``.
+    ``written`` bytes and those that ``lru`` would have loaded, ``stall_seconds`` (the worst rank's) and ``seconds``.
 
     Raises:
         ValueError: no step was written.
@@ -39,6 +39,7 @@ def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
         "faults": rate("page_faults"),
         "loaded": rate("bytes_loaded"),
         "written": rate("bytes_written"),
+        "lru": rate("bytes_loaded_by_lru"),
         "stall_seconds": stalls / 1e6,
         "seconds": np.diff(seconds, prepend=seconds[0]),
     }
@@ -74,14 +75,19 @@ def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     places.set_ylabel(f"pages, {name}")
     places.set_title(f"where the pages of {_experts(reports)} experts are", loc="left")
     places.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.2)
-    places.margins(x=0)
+    places.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
 
     moved.bar(steps, series["loaded"] / unit, width=1.0, color=TIER_COLOURS["device"], label="brought to the device")
     moved.bar(steps, -series["written"] / unit, width=1.0, color=TIER_COLOURS["disk"], label="written to disk")
     moved.axhline(0, color="black", linewidth=0.6)
     moved.set_ylabel(f"moved a step, {name}")
+    moved.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     moved.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
-    moved.set_title(f"{int(series['faults'].sum())} page faults in {len(steps)} steps", loc="left")
+    title = f"{int(series['faults'].sum())} page faults in {len(steps)} steps"
+    lru = series["lru"].sum()
+    if lru:
+        title += f"; {100 * series['loaded'].sum() / lru:.0f} % of LRU's page-ins"
+    moved.set_title(title, loc="left")
 
     # The first steps have another length: nothing was known yet. They must not hide the others.
     stalls.plot(steps[1:], series["seconds"][1:], color="#555", linewidth=1.2, label="whole step")
