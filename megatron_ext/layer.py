@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -26,16 +28,17 @@ class MegaScaleMoELayer(MoELayer):
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # noqa: ANN401 - what other releases add
     ) -> None:
         support.check("model", config)
         assert submodules is not None
         runtime = active_runtime()
-        paged = ModuleSpec(module=MegaScaleExperts, params={"stock_spec": submodules.experts, "runtime": runtime})
         super().__init__(
             config=config,
-            submodules=dataclasses.replace(submodules, experts=paged),
+            submodules=dataclasses.replace(submodules, experts=_paged(submodules.experts, runtime)),
             layer_number=layer_number,
             pg_collection=pg_collection,
+            **more,
         )
         if runtime.config.distributed.dispatcher == "groups":
             self._use_groups(runtime, pg_collection or get_default_pg_collection())
@@ -46,3 +49,11 @@ class MegaScaleMoELayer(MoELayer):
         self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options())
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+
+def _paged(stock: Any, runtime: Runtime) -> Any:  # noqa: ANN401 - a spec, a class or a builder, as stock's release has it
+    """What builds paged experts where ``stock`` built stock's."""
+    given = {"stock_spec": stock, "runtime": runtime}
+    if isinstance(stock, ModuleSpec | type):
+        return ModuleSpec(module=MegaScaleExperts, params=given)
+    return functools.partial(MegaScaleExperts, **given)

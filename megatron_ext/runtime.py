@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
@@ -16,6 +17,17 @@ from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
+
+
+@dataclass
+class Export:
+    """Where dense copies of experts are laid out for stock's checkpoints; in memory where ``folder`` is None."""
+
+    folder: str | None = None
+
+    def scratch(self) -> DenseScratch | None:
+        """Room for the copies of one module and plane."""
+        return None if self.folder is None else DenseScratch(self.folder)
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class Runtime:
     products: Products
     backend: Backend
     observation: Observation
+    export: Export
     path_numbers: list[str] = field(default_factory=list)
 
     @classmethod
@@ -41,7 +54,8 @@ class Runtime:
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
-        return cls(config, manager, workspace, products, backend, observation)
+        export = Export(config.paging.disk_path)
+        return cls(config, manager, workspace, products, backend, observation, export)
 
     @property
     def schedule(self) -> Schedule:
