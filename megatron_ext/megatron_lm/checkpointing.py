@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,8 @@ def _load_paged(running: session.Session, folder: str, optimizer: Any, schedule:
 
     paged = running.checkpoints(folder, optimizer, remember=folder == options.save)
     position = paged.load(tag=tag, include_optimizer=with_optimizer, include_rng_state=with_rng, check=check)
+    if folder != options.save:
+        paged.close()
     if position is None:
         if options.exit_on_missing_checkpoint:
             raise MisuseError(f"--load {folder} holds no whole checkpoint")
@@ -154,7 +157,7 @@ def is_plain(value: object) -> bool:
     """Whether a value of an argument can be stored as JSON."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def _options() -> argparse.Namespace:

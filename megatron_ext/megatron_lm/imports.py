@@ -49,6 +49,7 @@ class CheckoutFinder(MetaPathFinder):
         self, root: Path, *, hooks: Mapping[str, Sequence[Hook]], rewords: Callable[[CodeType], CodeType] | None
     ) -> None:
         self.root = root.resolve()
+        self._prefix = str(self.root)
         self._hooks, self.rewords = dict(hooks), rewords
         self.applied: set[str] = set()
 
@@ -56,7 +57,7 @@ class CheckoutFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See :class:`importlib.abc.MetaPathFinder`."""
-        if fullname.partition(".")[0] in sys.stdlib_module_names or fullname.startswith("torch."):
+        if not self._may_own(fullname, path):
             return None  # not looked for a second time
         hooks = list(self._hooks.get(fullname, ()))
         if self.rewords is None and not hooks:
@@ -68,6 +69,11 @@ class CheckoutFinder(MetaPathFinder):
             self.applied.add(fullname)
         spec.loader = _Loader(fullname, spec.loader.path, rewords=self.rewords, hooks=hooks)
         return spec
+
+    def _may_own(self, fullname: str, path: Sequence[str] | None) -> bool:
+        if path is not None:
+            return any(str(folder).startswith(self._prefix) for folder in path)
+        return (self.root / fullname).is_dir() or (self.root / f"{fullname}.py").is_file()
 
     def _owns(self, spec: ModuleSpec) -> bool:
         return spec.origin is not None and Path(spec.origin).resolve().is_relative_to(self.root)

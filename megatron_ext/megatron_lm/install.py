@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.megatron_lm import arguments, checkpointing, cpu, session, standin
+from megatron_ext.megatron_lm import arguments, checkpointing, cpu, norms, session, standin
 from megatron_ext.megatron_lm.imports import CheckoutFinder, Hook, checkout_root
 from megatron_ext.megatron_lm.reword import reword
 
 logger = logging.getLogger(__name__)
 
-HOOKS: dict[str, Hook] = {
-    "megatron.training.arguments": arguments.hook,
-    "megatron.training.yaml_arguments": arguments.hook_yaml,
-    "megatron.training.training": session.hook,
-    "megatron.training.checkpointing": checkpointing.hook,
+HOOKS: dict[str, tuple[Hook, ...]] = {
+    "megatron.training.arguments": (arguments.hook,),
+    "megatron.training.yaml_arguments": (arguments.hook_yaml,),
+    "megatron.training.training": (session.hook, norms.hook),
+    "megatron.training.checkpointing": (checkpointing.hook,),
 }
 """What MegaScale hooks into, by module of Megatron-LM."""
 
@@ -43,7 +43,7 @@ def install(root: Path | None = None, *, megascale: bool = True) -> CheckoutFind
         sys.meta_path.remove(installed)
     hooks: dict[str, list[Hook]] = {}
     if megascale:
-        hooks = {name: [hook] for name, hook in HOOKS.items()}
+        hooks = {name: list(of_module) for name, of_module in HOOKS.items()}
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         standin.install()
