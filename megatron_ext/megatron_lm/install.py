@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import typing
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from megatron_ext.megatron_lm import arguments, checkpointing, cpu, norms, session, standin
 from megatron_ext.megatron_lm.imports import CheckoutFinder, Hook, checkout_root
 from megatron_ext.megatron_lm.reword import reword
-
-logger = logging.getLogger(__name__)
 
 HOOKS: dict[str, tuple[Hook, ...]] = {
     "megatron.training.arguments": (arguments.hook,),

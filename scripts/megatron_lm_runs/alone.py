@@ -8,9 +8,10 @@ if __name__ == "__main__":
     script = Path(sys.argv[0]).resolve()
     sys.path.insert(0, str(script.parent))
 
-    from megatron_ext.megatron_lm.install import install
+    from megatron_ext.megatron_lm.install import install, uninstall
     from megatron_ext.megatron_lm.reword import reword
 
+    uninstall()  # what importing the plug-in did
     finder = install(script.parent, megascale=False)
     assert finder is not None
     code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
