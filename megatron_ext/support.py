@@ -63,6 +63,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("arguments", "moe_use_upcycling", _set, "upcycle with stock, then load the checkpoint"),
     Refusal("arguments", "use_torch_fsdp2", _set, "use the distributed optimizer"),
     Refusal("arguments", "freeze_all_layers", _set, "leave it out: it does not reach experts"),
+    Refusal("arguments", "freeze_LM", _set, "leave it out: it does not reach experts"),
     Refusal("arguments", "check_weight_hash_across_dp_replicas_interval", _set, "leave it out: it sees no experts"),
     Refusal("arguments", "gtp_weight_remat_size", _more_than_one, "leave it out"),
     Refusal("arguments", "expert_gtp_weight_remat_size", _more_than_one, "leave it out"),

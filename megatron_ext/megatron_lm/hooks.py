@@ -45,7 +45,7 @@ def wrap(
     Raises:
         RuntimeError: there is no such function, or it lacks one of the parameters. Nothing is changed then.
     """
-    where = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
+    where = str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner)))
     original = getattr(owner, name, None)
     if not callable(original):
         raise missing(where, name)

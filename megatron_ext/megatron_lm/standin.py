@@ -29,7 +29,7 @@ class Here(str):
         return "0"
 
 
-class Event:
+class CpuEvent:
     """A moment. Work on a CPU is done when it is asked for, so there is nothing to wait for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -39,7 +39,7 @@ class Event:
         """Now."""
         self.seconds = time.perf_counter()
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: CpuEvent) -> float:
         """Milliseconds from this moment to ``later``."""
         return (later.seconds - self.seconds) * 1000.0
 
@@ -54,7 +54,7 @@ class Event:
         """Nothing to wait for."""
 
 
-class Stream:
+class CpuStream:
     """An order of work that is the program's own."""
 
     cuda_stream = 0
@@ -62,9 +62,9 @@ class Stream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         """A moment on this stream."""
-        event = event or Event()
+        event = event or CpuEvent()
         event.record()
         return event
 
@@ -75,10 +75,10 @@ class Stream:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CpuEvent) -> None:
         """Nothing to wait for."""
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: CpuStream) -> None:
         """Nothing to wait for."""
 
 
@@ -125,7 +125,7 @@ def _set_rng_state(state: torch.Tensor, device: object = None) -> None:
     torch.set_rng_state(state)
 
 
-_STREAM = Stream()
+_STREAM = CpuStream()
 _PROPERTIES = SimpleNamespace(
     name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=os.cpu_count() or 1, gcnArchName=""
 )
@@ -137,8 +137,8 @@ class StandIn:
     Memory figures are those of the process. The compute capability is the one that asks for the fewest special cases.
     """
 
-    Event = Event
-    Stream = Stream
+    Event = CpuEvent
+    Stream = CpuStream
     default_generators = _Generators()
     random = SimpleNamespace(get_rng_state=_get_rng_state, set_rng_state=_set_rng_state)
     nvtx = SimpleNamespace(range=_nothing, range_push=_ignored, range_pop=_ignored, mark=_ignored)
@@ -179,7 +179,7 @@ class StandIn:
         return Here("cpu")
 
     @staticmethod
-    def current_stream(device: object = None) -> Stream:
+    def current_stream(device: object = None) -> CpuStream:
         """The only one."""
         return _STREAM
 

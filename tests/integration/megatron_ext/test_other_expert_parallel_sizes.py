@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from scripts.megatron_lm_runs.stored import different
 from tests.integration.megatron_ext.runs import (
     DISTRIBUTED_OPTIMIZER,
     EXPERT_PARALLEL,
@@ -42,17 +45,6 @@ def passed_on(
         return losses(run, 2)
 
 
-def different_tensors(rank: int, world: int, *, first: str, second: str) -> list[str]:
-    """Names of the stored tensors (dense, experts, masters, moments) whose bits differ, whole."""
-    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
-
-    from tests.integration.megatron_ext.snapshots import differing
-
-    one, two = (load_plain_tensors(folder) for folder in (first, second))
-    assert any("exp_avg_sq" in name and "experts" in name for name in one)
-    return differing(one, two)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("saved_at", [1, 2])
 def test_every_bit_arrives_and_stock_goes_on(pools, corpus, tmp_path, form, saved_at):
@@ -61,9 +53,35 @@ def test_every_bit_arrives_and_stock_goes_on(pools, corpus, tmp_path, form, save
     pools[2].run(saved_after_steps, corpus=corpus, options=there, folder=first, megascale=False, steps=2)
     going_on = pools[2].run(passed_on, corpus=corpus, options=here, source=first, target=second, megascale=True)
     by_stock = pools[2].run(passed_on, corpus=corpus, options=here, source=second, target=third, megascale=False)
-    step = "iter_0000002"
-    pairs = [(first, second), (second, third)]
-    for one, two in pairs:
-        same = pools[1].run(different_tensors, first=f"{one}/{step}", second=f"{two}/{step}")
-        assert same == [[]], (one, two)
+    for one, two in ((first, second), (second, third)):
+        assert different(Path(one) / "iter_0000002", Path(two) / "iter_0000002") == []
     assert going_on[0] == pytest.approx(by_stock[0], rel=2e-4 if "bf16" in FORMS[form] else 1e-5)
+
+
+LARGE = "--hidden-size 64 --moe-ffn-hidden-size 1024 --num-experts 16 --num-layers 4 --seq-length 16"
+LAYER_BYTES = 16 * 3 * 64 * 1024 * 4
+"""Weights of a layer's experts; masters are the weights, and each moment is as large."""
+
+
+def private_memory_of_an_export(rank: int, world: int, *, corpus: str, folder: str | None) -> int:
+    """How much private memory stock's view of the whole state takes, beside the pages."""
+    from megatron_ext import patches
+    from scripts.moe_trainer import checkpointing
+    from tests.unit.checkpoint.test_scratch import private_bytes
+
+    with trainer(corpus, f"{GATED} {LARGE}", megascale=True) as run:
+        losses(run, 1)
+        patches.active_runtime().export.folder = folder
+        before = private_bytes()
+        state = checkpointing._state_dict(run, checkpointing._content_metadata(run.args), loading=False)
+        taken = private_bytes() - before
+        assert state["optimizer"]
+        return taken
+
+
+def test_stocks_view_of_the_experts_is_in_a_file(pools, corpus, tmp_path):
+    (mapped,) = pools[1].run(private_memory_of_an_export, corpus=corpus, folder=str(tmp_path))
+    (copied,) = pools[1].run(private_memory_of_an_export, corpus=corpus, folder=None)
+    assert copied > 2 * 4 * LAYER_BYTES, "the measure sees copies: weights and two moments of four layers"
+    assert mapped < LAYER_BYTES
+    assert list(tmp_path.iterdir()) == []

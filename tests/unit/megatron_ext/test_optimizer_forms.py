@@ -62,7 +62,7 @@ def test_there_and_back(form: Form, lr: float, step: int) -> None:
 
 
 def test_parameters_of_the_template_stay() -> None:
-    state = {
+    state: dict[Any, Any] = {
         "state": {5: "tensors", "common_step": 3.0},
         "param_groups": [group(1.0, params=[5])],
         0: {"param_groups": [{"params": ["dense"]}], "state": {1: "dense tensors"}},
