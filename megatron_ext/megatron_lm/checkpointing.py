@@ -88,6 +88,7 @@ def _load_paged(running: session.Session, folder: str, optimizer: Any, schedule:
             except AssertionError as error:
                 raise ValueError(f"the checkpoint in {folder} does not fit: {error}") from error
 
+    stock.set_checkpoint_version(3.0)  # stock compares arguments by it
     paged = running.checkpoints(folder, optimizer, remember=folder == options.save)
     position = paged.load(tag=tag, include_optimizer=with_optimizer, include_rng_state=with_rng, check=check)
     if folder != options.save:
@@ -97,7 +98,6 @@ def _load_paged(running: session.Session, folder: str, optimizer: Any, schedule:
             raise MisuseError(f"--load {folder} holds no whole checkpoint")
         return 0, 0
     saved = position.values["args"]
-    stock.set_checkpoint_version(3.0)
     if with_optimizer and schedule is not None and position.schedule is not None:
         schedule.load_state_dict(dict(position.schedule))
     if options.finetune:
