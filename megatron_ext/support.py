@@ -108,6 +108,11 @@ def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True) -> 
             f"--tensor-model-parallel-size {cut} would cut experts as well, which is not supported with --megascale; "
             "add --expert-tensor-parallel-size 1"
         )
+    if experts is not None and cut > 1 and getattr(args, "add_bias_linear", False):
+        raise ValueError(
+            f"--tensor-model-parallel-size {cut} and experts with biases are not supported together with --megascale, "
+            "because stock leaves some of these biases out of the gradient norm; add --disable-bias-linear"
+        )
     if getattr(args, "save", None) or getattr(args, "load", None):
         _check_checkpoints(args)
 

@@ -49,7 +49,7 @@ def train_both(
         (2, {"tp": 2, "ep": 2, "etp": 1}, SEQUENCE),
         (2, {"cp": 2, "ep": 1}, CONTEXT),
         (2, {"cp": 2, "ep": 2}, {**CONTEXT, "distributed": True}),
-        (4, {"tp": 2, "ep": 2, "etp": 1}, {**SEQUENCE, "bias": True}),
+        (4, {"tp": 2, "ep": 2, "etp": 1}, {**SEQUENCE, "gated": False}),
         (4, {"tp": 2, "cp": 2, "ep": 4, "etp": 1}, {**SEQUENCE, **CONTEXT}),
     ],
     ids=lambda value: (

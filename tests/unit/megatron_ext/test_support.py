@@ -122,6 +122,14 @@ class TestEveryRow:
 
 
 class TestOtherRefusals:
+    def test_biases_of_experts_under_tensor_parallelism(self) -> None:
+        cut = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        support.check_arguments(arguments(**cut, add_bias_linear=False))
+        with pytest.raises(
+            ValueError, match="tensor-model-parallel-size 2 and experts with biases.*disable-bias-linear"
+        ):
+            support.check_arguments(arguments(**cut, add_bias_linear=True))
+
     def test_a_dense_model(self) -> None:
         with pytest.raises(
             ValueError, match="needs a mixture-of-experts model: give --num-experts, or leave --megascale"
