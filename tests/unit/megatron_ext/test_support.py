@@ -126,7 +126,7 @@ class TestOtherRefusals:
         cut = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
         support.check_arguments(arguments(**cut, add_bias_linear=False))
         with pytest.raises(
-            ValueError, match="tensor-model-parallel-size 2 and experts with biases.*disable-bias-linear"
+            ValueError, match=r"tensor-model-parallel-size 2 and experts with biases.*disable-bias-linear"
         ):
             support.check_arguments(arguments(**cut, add_bias_linear=True))
 
