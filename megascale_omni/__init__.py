@@ -8,7 +8,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 # public name -> module that defines it
-_EXPORTS: dict[str, str] = {}
+_EXPORTS: dict[str, str] = {"recompile_nccl_topology": "megascale_omni.topology.recompile"}
 
 __all__ = ["__version__", *_EXPORTS]
 

@@ -25,6 +25,8 @@ BackendChoice = Literal["auto", "torch", "triton"]
 Dispatcher = Literal["stock", "groups"]
 Move = Literal["auto", "tokens", "pages"]
 Discovery = Literal["allgather", "gossip"]
+GradWire = Literal["fp32", "bf16"]
+Fetch = Literal["step", "demand"]
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -75,6 +77,8 @@ class PagingConfig:
         disk_path: folder for the scratch file that holds what fits in neither; needed with a device budget.
         checksum: of every page read from disk: ``xxh3``, ``crc32``, ``off``, or ``auto`` (xxh3 where it is installed).
         prefetch: whether pages are fetched before they are needed.
+        step_in_backward: whether gradients are completed, and pages stepped where no clipping waits for all of them, in
+            the backward that is their last; off for loops that compute more backwards than they announce.
         max_lag_steps: most optimizer steps that a page of an unused expert may wait; 0 steps every page at every step.
     """
 
@@ -84,6 +88,7 @@ class PagingConfig:
     disk_path: str | None = None
     checksum: Checksum = "auto"
     prefetch: bool = True
+    step_in_backward: bool = True
     max_lag_steps: int = 100
 
     def __post_init__(self) -> None:
@@ -100,8 +105,9 @@ class PagingConfig:
             raise ValueError(f"paging.checksum={self.checksum!r} is unknown; choose one of {known}")
         if isinstance(self.max_lag_steps, bool) or not isinstance(self.max_lag_steps, int) or self.max_lag_steps < 0:
             raise ValueError(f"paging.max_lag_steps={self.max_lag_steps!r} must be a whole number of steps, 0 or more")
-        if not isinstance(self.prefetch, bool):
-            raise ValueError(f"paging.prefetch={self.prefetch!r} must be true or false")
+        for key in ("prefetch", "step_in_backward"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"paging.{key}={getattr(self, key)!r} must be true or false")
         for key in ("device_budget", "host_budget"):
             if getattr(self, key) not in (None, "auto"):
                 parse_budget(getattr(self, key), key=f"paging.{key}")
@@ -145,22 +151,39 @@ class DistributedConfig:
         move: what travels to meet, with ``groups``: ``tokens``, ``pages`` of experts, or ``auto``, for each expert what
             costs less.
         discovery: how ranks tell each other their counts: ``allgather``, or ``gossip`` in ceil(log2 ranks) rounds.
-        group_cache: memberships that are remembered.
+        group_cache: groups (sets of ranks) that are remembered.
+        topology: file that says where ranks are and what links carry; ``auto`` moves decide by it. None: bytes decide.
+        placement: file that says which rank keeps which expert; None: experts by number, as stock.
+        grad_wire: what expert gradients travel in between the ranks that have copies of an expert: ``fp32`` (as they
+            are), or ``bf16``, once, summed in fp32.
+        fetch: when updated pages go to ranks that do not keep their optimizer state: all of them at each ``step``, or
+            on ``demand``, those that tokens are about to need.
     """
 
     dispatcher: Dispatcher = "stock"
     move: Move = "auto"
     discovery: Discovery = "allgather"
-    group_cache: int = 64
+    group_cache: int = 1024
+    topology: str | None = None
+    placement: str | None = None
+    grad_wire: GradWire = "fp32"
+    fetch: Fetch = "step"
 
     def __post_init__(self) -> None:
-        for key, choices in (("dispatcher", Dispatcher), ("move", Move), ("discovery", Discovery)):
+        known_choices = {"dispatcher": Dispatcher, "move": Move, "discovery": Discovery, "grad_wire": GradWire}
+        for key, choices in {**known_choices, "fetch": Fetch}.items():
             if getattr(self, key) not in get_args(choices):
                 known = ", ".join(get_args(choices))
                 raise ValueError(f"distributed.{key}={getattr(self, key)!r} is unknown; choose one of {known}")
         size = self.group_cache
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"distributed.group_cache={size!r} must be a whole number of entries, 1 or more")
+        for key in ("topology", "placement"):
+            if getattr(self, key) is not None and self.dispatcher != "groups":
+                raise ValueError(
+                    f"distributed.{key}={getattr(self, key)} has no effect with the framework's own dispatcher; add "
+                    "distributed.dispatcher: groups (--megascale-dispatcher groups)"
+                )
 
 
 @dataclass(frozen=True)
@@ -297,10 +320,12 @@ class ObserveConfig:
     Attributes:
         trace: file for a trace of every use of a page, to be replayed under other policies and budgets.
         report: folder for what happened to pages over time, with pictures at the end.
+        routing: folder for what every router chose, for `megascale topology plan` and `simulate`.
     """
 
     trace: str | None = None
     report: str | None = None
+    routing: str | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ _PAGING = {
     "megascale_disk_path": "disk_path",
     "megascale_page_checksum": "checksum",
     "megascale_prefetch": "prefetch",
+    "megascale_step_in_backward": "step_in_backward",
     "megascale_max_lag": "max_lag_steps",
 }
 """Flags and the paging options that they set."""
@@ -36,10 +37,14 @@ _DISTRIBUTED = {
     "megascale_dispatcher": "dispatcher",
     "megascale_move": "move",
     "megascale_discovery": "discovery",
+    "megascale_topology": "topology",
+    "megascale_placement": "placement",
+    "megascale_grad_wire": "grad_wire",
+    "megascale_fetch": "fetch",
 }
 """Flags and the options of the distributed section that they set."""
 
-_OBSERVE = {"megascale_trace": "trace", "megascale_report": "report"}
+_OBSERVE = {"megascale_trace": "trace", "megascale_report": "report", "megascale_routing": "routing"}
 """Flags and what they have written down."""
 
 _CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_nonfinite": "nonfinite"}
@@ -66,6 +71,11 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument("--megascale-page-checksum", choices=["auto", "xxh3", "crc32", "off"], help="of pages on disk")
     group.add_argument("--megascale-prefetch", choices=["on", "off"], help="fetch pages ahead (default on)")
     group.add_argument(
+        "--megascale-step-in-backward",
+        choices=["on", "off"],
+        help="complete gradients, and without clipping step experts, in the last backward (default on)",
+    )
+    group.add_argument(
         "--megascale-max-lag", type=int, metavar="STEPS", help="most steps an unused page may wait (default 100)"
     )
     group.add_argument(
@@ -85,6 +95,23 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--megascale-discovery", choices=["allgather", "gossip"], help="how ranks exchange counts (default allgather)"
+    )
+    group.add_argument(
+        "--megascale-topology", metavar="FILE", help="where ranks are, and what links between them carry"
+    )
+    group.add_argument("--megascale-placement", metavar="FILE", help="which rank keeps which expert")
+    group.add_argument(
+        "--megascale-grad-wire",
+        choices=["fp32", "bf16"],
+        help="what expert gradients travel in between copies of an expert (default fp32; bf16 changes the mathematics)",
+    )
+    group.add_argument(
+        "--megascale-fetch",
+        choices=["step", "demand"],
+        help="updated pages go to other copies of an expert at each step (default), or when tokens need them",
+    )
+    group.add_argument(
+        "--megascale-routing", metavar="DIR", help="write down what routers choose, for `megascale topology`"
     )
     group.add_argument(
         "--megascale-trace", metavar="FILE", help="write down every use of a page, for `megascale trace replay`"
@@ -145,8 +172,9 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     path = getattr(args, "megascale_config", None)
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
     paging = {field: getattr(args, name) for name, field in _PAGING.items() if getattr(args, name, None) is not None}
-    if "prefetch" in paging:
-        paging["prefetch"] = paging["prefetch"] == "on"
+    for switch in ("prefetch", "step_in_backward"):
+        if switch in paging:
+            paging[switch] = paging[switch] == "on"
     if paging:
         config = config.replace("paging", **paging)
     given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}

@@ -243,14 +243,14 @@ def _make_state(state: dict[Any, Any], main: torch.Tensor, *, has: bool) -> None
 def experts_pieces(chunks: Sequence[MegaScaleDDP], optimizer: MegaScaleChainedOptimizer) -> list[ExpertsPiece]:
     """The paged experts of all chunks."""
     shards = optimizer.paged.adam.shards
-    rank, size = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size()
     pieces = []
     for chunk in chunks:
         group = chunk.expt_dp_group
         share = shards if shards.size > 1 else PageShards(rank=group.rank(), size=group.size())
         for path, experts in _global_paths(_innermost(chunk)):
-            count = experts.num_experts
-            pieces.append(ExpertsPiece(path, experts, rank * count, size * count, share))
+            pieces.append(
+                ExpertsPiece(path, experts, experts.numbers[0], experts.num_global_experts, share, experts.numbers)
+            )
     return pieces
 
 

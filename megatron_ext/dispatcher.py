@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -11,6 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.dispatch import GroupDispatcher, GroupOptions, Trip
+from megascale_omni.groups.settle import settle
+from megascale_omni.topology.placement import Placement
 from megatron_ext.experts import MegaScaleExperts
 
 
@@ -41,9 +41,32 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             )
         assert config.num_moe_experts is not None
         self.core = GroupDispatcher(Channel(self.ep_group), config.num_moe_experts, options=options, experts=experts)
+        self._experts = experts
         self._trip: Trip | None = None
         self._routing: torch.Tensor | None = None
         self._shape: torch.Size | None = None
+
+    def settle(self, placement: Placement, layer_number: int) -> None:
+        """Brings this layer's experts to the ranks that the placement names. A collective of the group.
+
+        Raises:
+            ValueError: on every rank, where the placement does not fit the group or is not the same on all ranks.
+        """
+        slots, channel = placement.of_layer(layer_number), self.core.channel
+        digests = channel.all_gather(torch.tensor([placement.digest], device=self._experts.manager.arena.device))
+        if len(set(digests.view(-1).tolist())) > 1:
+            raise ValueError(f"layer {layer_number}: ranks have read different placements; give all the same file")
+        if slots is None:
+            return
+        if (len(slots), len(slots) * len(slots[0])) != (channel.size, self.core.num_experts):
+            raise ValueError(
+                f"the placement of layer {layer_number} is for {len(slots)} ranks of {len(slots[0])} experts, the run "
+                f"has {channel.size} of {self.core.local_experts}; plan one for it with `megascale topology plan`"
+            )
+        settle(self._experts, channel, slots)
+        self._experts.numbers = slots[channel.rank]
+        columns = torch.tensor([expert for rank in slots for expert in rank])
+        self.core.columns = columns.to(self._experts.manager.arena.device)
 
     @property
     def trip(self) -> Trip:
@@ -98,7 +121,6 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             output = output + self.shared_experts.get_output()
         return output
 
-    def metrics(self) -> dict[str, Any]:
-        """What the groups did so far."""
-        cache = self.core.cache
-        return {"group_cache_hits": cache.hits, "group_cache_misses": cache.misses}
+    def metrics(self) -> dict[str, float]:
+        """What the groups did so far (:meth:`GroupDispatcher.stats`)."""
+        return self.core.stats()

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.paging.planes import PageNumbering, Plane
 from megascale_omni.schedule import Phase
@@ -50,10 +51,16 @@ class MegaScaleDDP(DistributedDataParallel):
         )
         named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
         self.paged_experts = [experts for _, experts in named]
-        self.gradients = ExpertGradients(self.paged_experts)
+        wire = patches.active_runtime().config.distributed.grad_wire
+        self.gradients = ExpertGradients(self.paged_experts, wire=wire)
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.loss_listener: Callable[[torch.Tensor], None] | None = None
         self._micro_batch = 0
+        self.micro_batches: int | None = None  # of this step, as stock's schedule says
+        self.last_gradients: LastGradients | None = None
+        if named and self._completes_in_backward():
+            last = LastGradients(self.gradients, scale=self.gradient_scale, backwards=lambda: self.micro_batches)
+            self.last_gradients = last
         # The first chunk of a run with experts tells the schedule when a step begins.
         self._begins_steps = bool(self.paged_experts) and self.paged_experts[0].pages.entry.module == 0
         self._chunk = getattr(innermost(module), "vp_stage", None) or 0
@@ -87,11 +94,25 @@ class MegaScaleDDP(DistributedDataParallel):
             schedule = self.paged_experts[0].manager.schedule
             schedule.begin_step(schedule.moment.step + 1)
         self.gradients.drop()
-        self._micro_batch = 0
+        self._micro_batch, self.micro_batches = 0, None
+
+    def _completes_in_backward(self) -> bool:
+        """Whether a gradient is complete after the chunk's own backwards: no other rank adds to it."""
+        runtime, manager = patches.active_runtime(), self.paged_experts[0].manager
+        if not runtime.config.paging.step_in_backward or self.expt_dp_group.size() > 1:
+            return False
+        if runtime.config.distributed.dispatcher != "stock":  # pages may be computed on other ranks
+            return False
+        # On an accelerator that holds every page, a look at each gradient would make the host wait for nothing.
+        return manager.arena.device.type == "cpu" or manager.pager.can_evict
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """As stock; gradient pages are checked, scaled and summed over the ranks that hold the same experts."""
-        self.gradients.finish(scale=self.gradient_scale, group=self.expt_dp_group)
+        """As stock; gradient pages are checked, scaled and summed over the ranks that hold the same experts.
+
+        With a distributed optimizer only a page's owner has its sum afterwards.
+        """
+        shards = next((experts.adam.shards for experts in self.paged_experts if experts.adam is not None), None)
+        self.gradients.finish(scale=self.gradient_scale, group=self.expt_dp_group, shards=shards)
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
@@ -144,6 +165,21 @@ class MegaScaleDDP(DistributedDataParallel):
         """As stock; gradient pages, whose contents are undefined from here on, become absent."""
         super().offload_grad_buffers(synchronize=synchronize, empty_cache=empty_cache)
         self.gradients.drop()
+
+
+def tell_micro_batches(
+    original: Callable[..., Any],
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,  # noqa: ANN401 - stock's signature, here and below
+    model: torch.nn.Module,
+    num_microbatches: int,
+    *inputs: Any,  # noqa: ANN401
+    **options: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Stock's ``forward_step``; a model chunk that trains learns how many micro-batches the step has."""
+    if isinstance(model, MegaScaleDDP) and model.training:
+        model.micro_batches = num_microbatches
+    return original(forward_step_func, data_iterator, model, num_microbatches, *inputs, **options)
 
 
 def _free_path(path: str, numbering: PageNumbering) -> str:

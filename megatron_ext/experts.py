@@ -14,6 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class MegaScaleExperts(PagedExperts):
         self._left_out = False
         self.adam: PagedAdam | None = None  # set by the optimizer that steps these pages
         self.expert_parallel = config.expert_model_parallel_size > 1
+        ranks, rank = (1, 0) if pg_collection is None else (pg_collection.ep.size(), pg_collection.ep.rank())
+        self.num_global_experts = ranks * num_local_experts
+        self.stock_numbers = tuple(range(rank * num_local_experts, (rank + 1) * num_local_experts))
+        self.numbers = self.stock_numbers
         if runtime.observation.keeper is not None and self.expert_parallel:
             # A token's row goes to its expert and back, and so do its gradients.
             runtime.observation.keeper.map.travels[self.pages.entry.module] = 4 * hidden * dtype.itemsize
@@ -187,11 +192,25 @@ class MegaScaleExperts(PagedExperts):
         """Stock's own sharded state dict of these experts; tensors are copies, marked with their source."""
         if self._left_out:
             return {}
+        if self.adam is not None:
+            self.adam.fetch_all(self)
         scratch = self.runtime.export.scratch()
         dense = self.dense(make=scratch)
         if scratch is not None:
             scratch.settle()
-        result: dict[str, Any] = self.stand_ins(dense).sharded_state_dict(prefix, sharded_offsets, metadata)
+        whole = self.stand_ins(dense)
+        if self.numbers == self.stock_numbers:
+            in_order: dict[str, Any] = whole.sharded_state_dict(prefix, sharded_offsets, metadata)
+            return in_order
+        result: dict[str, Any] = {}
+        for local, number in enumerate(self.numbers):
+            # Stock numbers experts by rank and place; a group of as many ranks as experts gives each its own number.
+            one = copy.copy(whole)
+            one._modules = {**whole._modules, "local_experts": torch.nn.ModuleList([whole.local_experts[local]])}
+            one.num_local_experts = 1
+            one.ep_group = _Place(number, self.num_global_experts)
+            for key, value in one.sharded_state_dict(prefix, sharded_offsets, metadata).items():
+                result[key.replace(f"{prefix}local_experts.0.", f"{prefix}local_experts.{local}.", 1)] = value
         return result
 
     @contextmanager
@@ -218,6 +237,22 @@ class MegaScaleExperts(PagedExperts):
         for _, view in self.named_slices():
             total += float(torch.linalg.vector_norm(view, dtype=torch.float32)) ** 2
         return total
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in a process group, as far as stock's sharding rules ask for it."""
+
+    number: int
+    count: int
+
+    def rank(self) -> int:
+        """This place."""
+        return self.number
+
+    def size(self) -> int:
+        """Of all places."""
+        return self.count
 
 
 def _built(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -40,15 +41,37 @@ class MegaScaleMoELayer(MoELayer):
             pg_collection=pg_collection,
             **more,
         )
+        self._runtime = runtime
+        self._settled = False
         if runtime.config.distributed.dispatcher == "groups":
             self._use_groups(runtime, pg_collection or get_default_pg_collection())
 
     def _use_groups(self, runtime: Runtime, groups: ProcessGroupCollection) -> None:
         experts = self.experts
         assert isinstance(experts, MegaScaleExperts)
-        self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options())
+        members = torch.distributed.get_process_group_ranks(groups.ep)
+        self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
+        runtime.observation.dispatchers.append(self.token_dispatcher.core)
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """As stock; experts go where the placement has them in this layer. A collective where there is one."""
+        super().set_layer_number(layer_number)
+        placement = self._runtime.placement
+        if placement is not None and not self._settled and isinstance(self.token_dispatcher, GroupsTokenDispatcher):
+            self.token_dispatcher.settle(placement, layer_number)
+            self._settled = True
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock; what the router chose in training is written down where that was asked for."""
+        probs_TE, map_TE = super().route(hidden_states, padding_mask)
+        writer = self._runtime.routing
+        if writer is not None and self.training and torch.is_grad_enabled():
+            writer.write(self.layer_number or 0, self._runtime.schedule.moment.step, map_TE.bool().cpu().numpy())
+        return probs_TE, map_TE
 
 
 def _paged(stock: Any, runtime: Runtime) -> Any:  # noqa: ANN401 - a spec, a class or a builder, as stock's release has it

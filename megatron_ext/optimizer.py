@@ -279,12 +279,23 @@ def build_optimizer(
         manager.check_budget()
     lag = next((e.runtime.config.paging.max_lag_steps for e in bindings), 0)
     arithmetic = _arithmetic(config, dense, next((e.runtime for e in bindings), None))
-    adam = PagedAdam(bindings.items(), groups=groups, arithmetic=arithmetic, shards=shards, max_lag=lag)
+    on_demand = patches.active_runtime().config.distributed.fetch == "demand"
+    if on_demand and not config.use_distributed_optimizer:
+        raise ValueError("--megascale-fetch demand needs state that is sharded; add --use-distributed-optimizer")
+    adam = PagedAdam(
+        bindings.items(), groups=groups, arithmetic=arithmetic, shards=shards, max_lag=lag, on_demand=on_demand
+    )
     for experts in bindings:
         experts.adam = adam
     paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
     clipping = _clipping(clip, chunks, dense, paged)
-    return MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
+    chained = MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
+    adam.before_step = lambda: chained.before_step()
+    if config.clip_grad <= 0.0 and clipping is None and shards.size == 1:
+        for chunk in chunks:
+            if chunk.last_gradients is not None and not chunk.config.calculate_per_token_loss:
+                chunk.last_gradients.stepper = adam
+    return chained
 
 
 def _clipping(

@@ -1,4 +1,4 @@
-"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and two functions.
+"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and three functions.
 
 [Note: patching construction]
 Stock names its classes in many modules, some of them by ``from ... import``. Replacing a name reaches only those who
@@ -195,7 +195,7 @@ def disable() -> None:
         patch.undo()
     _registry.applied = []
     if _registry.runtime is not None:
-        _registry.runtime.observation.close()
+        _registry.runtime.close()
     _registry.runtime = None
 
 
@@ -213,10 +213,11 @@ def is_enabled() -> bool:
 
 def _all_patches(config: MegaScaleConfig) -> list[Patch]:
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_ext.chunks import sort_chunks
-    from megatron_ext.distributed import MegaScaleDDP
+    from megatron_ext.distributed import MegaScaleDDP, tell_micro_batches
     from megatron_ext.layer import MegaScaleMoELayer
     from megatron_ext.optimizer import build_optimizer
 
@@ -225,12 +226,10 @@ def _all_patches(config: MegaScaleConfig) -> list[Patch]:
         MakeSubclass("ddp", DistributedDataParallel, MegaScaleDDP),
         WrapFunction("optimizer", "megatron.core.optimizer", "get_megatron_optimizer", build_optimizer),
         WrapFunction("chunks", "megatron.core.transformer.moe.moe_utils", "sort_chunks_by_idxs", sort_chunks),
+        WrapFunction("micro_batches", schedules.__name__, "forward_step", tell_micro_batches),
     ]
     if config.clip.is_cmsa and config.clip.alpha == "auto":
-        from megatron.core.pipeline_parallel import schedules  # noqa: F401 - it is patched
-
         from megatron_ext.clipping import tell_loss
 
-        module = "megatron.core.pipeline_parallel.schedules"
-        patches.append(WrapFunction("loss", module, "forward_step_calc_loss", tell_loss))
+        patches.append(WrapFunction("loss", schedules.__name__, "forward_step_calc_loss", tell_loss))
     return patches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,9 @@ from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
+from megascale_omni.topology.levels import Topology
+from megascale_omni.topology.placement import Placement
+from megascale_omni.topology.routing import RoutingWriter
 
 
 @dataclass
@@ -41,6 +45,9 @@ class Runtime:
     backend: Backend
     observation: Observation
     export: Export
+    topology: Topology | None = None
+    placement: Placement | None = None
+    routing: RoutingWriter | None = None
     path_numbers: list[str] = field(default_factory=list)
 
     @classmethod
@@ -54,18 +61,46 @@ class Runtime:
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
-        export = Export(config.paging.disk_path)
-        return cls(config, manager, workspace, products, backend, observation, export)
+        where, which, record = config.distributed.topology, config.distributed.placement, config.observe.routing
+        topology = None if where is None else Topology.from_file(where)
+        if topology is not None and topology.num_ranks < world:
+            raise ValueError(
+                f"distributed.topology={where} has {topology.num_ranks} ranks, the run has {world}; add nodes to it, "
+                "e.g. with `megascale topology recompile`"
+            )
+        return cls(
+            config,
+            manager,
+            workspace,
+            products,
+            backend,
+            observation,
+            export=Export(config.paging.disk_path),
+            topology=topology,
+            placement=None if which is None else Placement.from_file(which),
+            routing=None if record is None else RoutingWriter(record, rank=rank),
+        )
 
     @property
     def schedule(self) -> Schedule:
         """The announced schedule."""
         return self.manager.schedule
 
-    def group_options(self) -> GroupOptions:
-        """How the groups dispatcher finds and serves groups."""
+    def close(self) -> None:
+        """Ends what is being written."""
+        self.observation.close()
+        if self.routing is not None:
+            self.routing.close()
+
+    def group_options(self, ranks: Sequence[int]) -> GroupOptions:
+        """How the groups dispatcher finds and serves groups among ``ranks`` (of the job).
+
+        Raises:
+            ValueError: the topology does not have such a rank.
+        """
         options = self.config.distributed
-        return GroupOptions(move=options.move, discovery=options.discovery, cache=options.group_cache)
+        links = None if self.topology is None else self.topology.link_costs(ranks)
+        return GroupOptions(move=options.move, discovery=options.discovery, links=links, cache=options.group_cache)
 
     def provisional_path(self) -> str:
         """A unique path for a module that does not know its place in the model yet."""

@@ -484,7 +484,7 @@ def _binding(rank: int, pending: _Pending) -> dict[str, object]:
         "device": str(pending.experts[0].experts.manager.arena.device) if pending.experts else "cpu",
         "cpus": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "coordinates": dict(pending.request.coordinates),
-        "experts": {p.path: [p.first_expert, p.first_expert + p.experts.num_experts] for p in pending.experts},
+        "experts": {p.path: p.numbers_here for p in pending.experts},
     }
 
 

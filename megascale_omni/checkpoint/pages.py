@@ -43,6 +43,7 @@ class ExpertsPiece:
         path: of the module in the whole model, the same in every layout. experts: the module.
         first_expert: global number of local expert 0. num_experts: of the whole model. share: which of the pages this
             rank saves; the optimizer's own shards where state is sharded, else any division among the replicas.
+        numbers: global numbers of the local experts, where they do not follow the first.
     """
 
     path: str
@@ -50,10 +51,20 @@ class ExpertsPiece:
     first_expert: int
     num_experts: int
     share: PageShards
+    numbers: tuple[int, ...] | None = None
+
+    @property
+    def numbers_here(self) -> list[int] | dict[str, list[int]]:
+        """``[first, end]`` of the global numbers here; ``{"numbers": [...]}`` where they have gaps."""
+        first, count = self.first_expert, self.experts.num_experts
+        if self.numbers is None or self.numbers == tuple(range(first, first + count)):
+            return [first, first + count]
+        return {"numbers": list(self.numbers)}
 
     def at(self, name: PageName) -> PageAt:
         """A local page's global name."""
-        return self.path, self.first_expert + name[0], self.experts.layout.neurons(name[1]).start
+        number = self.first_expert + name[0] if self.numbers is None else self.numbers[name[0]]
+        return self.path, number, self.experts.layout.neurons(name[1]).start
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Protocol, cast
 from megascale_omni import __version__
 
 COMMANDS: tuple[str, ...] = tuple(
-    f"megascale_omni.cli.{name}" for name in ("checkpoint", "clip", "env", "heat", "plan", "residency", "trace")
+    f"megascale_omni.cli.{name}"
+    for name in ("checkpoint", "clip", "env", "heat", "plan", "residency", "topology", "trace")
 )
 
 

@@ -24,13 +24,14 @@ backward: weight pages may come and go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
+from megascale_omni.experts.completion import Completion
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import PageLayout, PageViews
@@ -50,6 +51,7 @@ class ExpertsContext:
     products: Products
     workspace: Workspace
     backend: Backend
+    completion: Completion = field(default_factory=Completion)
 
     @property
     def layout(self) -> PageLayout:
@@ -383,10 +385,14 @@ class PagedExpertsFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         call = context.backend.backward(context, rows, (x_Nh, probs_N, flat), gy_Nh.contiguous(), needs)
         planes, create = ((Plane.WEIGHT, Plane.GRADIENT), Plane.GRADIENT) if needs[2] else ((Plane.WEIGHT,), None)
+        finisher = context.completion.begin(rows.active) if needs[2] else None
+        soon = () if finisher is None else finisher.planes
         for wave in context.manager.waves(
-            context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create
+            context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create, soon=soon
         ):
             call.wave(wave)
+            if finisher is not None:
+                finisher.wave(wave)
         anchor_gradient = gy_Nh.new_zeros(()) if needs[2] else None
         gprobs_N = None if call.gprobs_N is None else call.gprobs_N.to(probs_N.dtype)
         return call.gx_Nh, gprobs_N, anchor_gradient, None, None, None

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megascale_omni.clipping.statistics import GradientStatistics, Scratch, statistics_of
+from megascale_omni.experts.completion import OFF, LastGradients
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.shards import PageName, PageShards, buckets
+from megascale_omni.experts.reduction import GradWire, PageReducer, exchange_touched, owners_of, plan_reductions
+from megascale_omni.experts.shards import PageName, PageShards
+from megascale_omni.groups.channel import Channel
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
 
@@ -37,18 +40,26 @@ class PageStatistics:
 class ExpertGradients:
     """The gradient pages of some modules (those of one model chunk).
 
+    ``wire``: what gradients travel in between copies of an expert: as they are, or rounded to bf16.
     ``takes_norms``, ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a
     sweep later.
     """
 
-    def __init__(self, modules: Sequence[PagedExperts]) -> None:
+    def __init__(self, modules: Sequence[PagedExperts], *, wire: GradWire = "fp32") -> None:
         self.modules = tuple(modules)
+        self.wire = wire
+        self._channel: Channel | None = None
         self.takes_norms = True
         self.counts_zeros = True
         self.takes_sums = False
         self._scratch: Scratch = {}
         self.non_finite: str | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
+        self.last: LastGradients | None = None  # who completes pages in the backward already
+        self.done: set[tuple[PagedExperts, PageName]] = set()
+        """Pages of this step that are complete: checked, scaled and measured."""
+        self.stepped: set[tuple[PagedExperts, PageName]] = set()
+        """Those of them that have been applied and are gone."""
 
     def present(self, experts: PagedExperts) -> list[PageName]:
         """The pages (expert, slice) of a module that have a gradient, ascending."""
@@ -68,29 +79,64 @@ class ExpertGradients:
         for experts in self.modules:
             experts.manager.drop(experts.page_ids(Plane.GRADIENT, self.present(experts)))
         self._statistics.clear()
+        self.done.clear()
+        self.stepped.clear()
         self.non_finite = None
+        if self.last is not None:
+            self.last.reset()
 
-    def finish(self, *, scale: float = 1.0, group: dist.ProcessGroup | None = None) -> None:
+    def finish(
+        self, *, scale: float = 1.0, group: dist.ProcessGroup | None = None, shards: PageShards | None = None
+    ) -> None:
         """What stock does to its buffers after the last backward: multiplies by ``scale``, sums over ``group``.
 
         Takes each page's statistics on the way, and keeps the first local gradient that is not finite in
-        ``non_finite``. A page that another rank of the group has and this one does not is created with zeros: the union
-        decides, so that all replicas see the same pages whoever got tokens. A collective of ``group``.
+        ``non_finite``. A page that another rank of the group has and this one does not is created; where ``shards``
+        (of the same group) divide the optimizer's state, a page stays with its owner only, and is dropped elsewhere
+        (see [Note: reduction of pages]). A collective of ``group``.
+
+        Raises:
+            RuntimeError: a backward has completed pages already, with another ``scale`` or without ``group``.
         """
+        shards = shards or PageShards()
         alone = group is None or dist.get_world_size(group) == 1
-        union = [] if alone or group is None else self._union(group)
-        for number, experts in enumerate(self.modules):
-            if alone or group is None:
-                for name, page in self.pages(experts, write=scale != 1.0):
-                    self._check(experts, name, page)
-                    if scale != 1.0:
-                        page.mul_(scale)
-                    self._statistics[experts, name] = self._measure(page)
-            else:
-                self._reduce(experts, union[number], scale, group)
+        if self.done and (not alone or self.last is None or self.last.scale != scale):
+            raise RuntimeError(
+                f"gradients were completed in the backward, and are to be scaled by {scale} or reduced now"
+            )
+        if alone or group is None:
+            for experts in self.modules:
+                names = [name for name in self.present(experts) if (experts, name) not in self.done]
+                for name, page in self.pages(experts, names=names, write=scale != 1.0):
+                    self.complete(experts, name, page, scale=scale)
+            return
+        channel = self._channel_of(group)
+        if shards.size not in (1, channel.size):
+            raise RuntimeError(f"optimizer state is divided among {shards.size} ranks, gradients among {channel.size}")
+        for experts, touched_RP in zip(self.modules, exchange_touched(self.modules, channel), strict=True):
+            self._reduce(experts, touched_RP, scale=scale, channel=channel, shards=shards)
+
+    def _channel_of(self, group: dist.ProcessGroup) -> Channel:
+        if self._channel is None or self._channel.group is not group:
+            self._channel = Channel(group)
+        return self._channel
+
+    def complete(self, experts: PagedExperts, name: PageName, page: torch.Tensor, *, scale: float) -> None:
+        """Checks, scales and measures a page, to which nothing will be added in this step."""
+        self._check(experts, name, page)
+        if scale != 1.0:
+            page.mul_(scale)
+        self._statistics[experts, name] = self._measure(page)
+        self.done.add((experts, name))
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient, as stock multiplies its buffers; statistics follow by arithmetic."""
+        """Multiplies every gradient, as stock multiplies its buffers; statistics follow by arithmetic.
+
+        Raises:
+            RuntimeError: experts have been stepped by some of them.
+        """
+        if self.stepped:
+            raise RuntimeError(f"gradients are scaled after experts were stepped by them; {OFF}")
         for experts in self.modules:
             for name, page in self.pages(experts, write=True):
                 page.mul_(factor)
@@ -132,9 +178,13 @@ class ExpertGradients:
         """What was measured of the present pages of a module that this rank owns; measures what was not."""
         if not experts.trainable:
             return []
-        here = set(self.present(experts))
+        here = set(self.present(experts)) | {name for module, name in self.stepped if module is experts}
         owned = [name for name in shards.owned(experts) if name in here]
         missing = [name for name in owned if not self._is_measured(self._statistics.get((experts, name)))]
+        if any((experts, name) in self.stepped for name in missing):
+            raise RuntimeError(
+                f"{experts.path}: more is asked of gradients than was measured before they were used; {OFF}"
+            )
         for name, page in self.pages(experts, names=missing):
             self._statistics[experts, name] = self._measure(page)
         return [self._statistics[experts, name] for name in owned]
@@ -157,45 +207,34 @@ class ExpertGradients:
 
     # -- reduction -----------------------------------------------------------------------------------------------------
 
-    def _union(self, group: dist.ProcessGroup) -> list[list[PageName]]:
-        if not self.modules:
-            return []
-        masks = [e.manager.present(e.pages, Plane.GRADIENT).reshape(-1) for e in self.modules]
-        device = self.modules[0].manager.arena.device
-        mask = torch.from_numpy(np.concatenate(masks).astype(np.uint8)).to(device)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
-        parts = np.split(mask.cpu().numpy(), np.cumsum([len(m) for m in masks])[:-1])
-        return [
-            [divmod(int(i), experts.pages.entry.num_slices) for i in np.nonzero(part)[0]]
-            for experts, part in zip(self.modules, parts, strict=True)
-        ]
+    def _reduce(
+        self, experts: PagedExperts, touched_RP: np.ndarray, *, scale: float, channel: Channel, shards: PageShards
+    ) -> None:
+        entry = experts.pages.entry
+        owners_P = owners_of(shards, entry.num_pages) if shards.size > 1 else None
+        plan = plan_reductions(touched_RP, num_slices=entry.num_slices, owners_P=owners_P)
 
-    def _reduce(self, experts: PagedExperts, names: list[PageName], scale: float, group: dist.ProcessGroup) -> None:
-        layout, dtype = experts.layout, experts.pages.dtypes[Plane.GRADIENT]
-        mine = set(self.present(experts))
-
-        def numel(name: PageName) -> int:
-            return layout.page_numel(name[1])
-
-        for run in buckets(names, numel):
-            flat = experts.context.workspace.take("exchange", (sum(map(numel, run)),), dtype)
-            parts = dict(zip(run, flat.split([numel(name) for name in run]), strict=True))
-            for name in run:
-                if name not in mine:
-                    parts[name].zero_()
-            for name, page in self.pages(experts, names=[name for name in run if name in mine]):
+        def read(names: list[PageName], parts: dict[PageName, torch.Tensor]) -> None:
+            for name, page in self.pages(experts, names=names):
                 self._check(experts, name, page)
                 parts[name].copy_(page)
-            if scale != 1.0:
-                flat.mul_(scale)
-            dist.all_reduce(flat, group=group)
-            for name in run:
-                if name not in mine:
-                    experts.manager.create_ids(experts.pages, Plane.GRADIENT, experts.page_ids(Plane.GRADIENT, [name]))
-                with experts.lease(Plane.GRADIENT, [name]) as lease:
-                    lease.page(*name).copy_(parts[name])
-                    lease.mark_dirty()
-                self._statistics[experts, name] = self._measure(parts[name])
+                if scale != 1.0:
+                    parts[name].mul_(scale)
+
+        wire = torch.bfloat16 if self.wire == "bf16" else None
+        reducer = PageReducer(channel, sharded=shards.size > 1, wire=wire, device=experts.manager.arena.device)
+        here = set(self.present(experts))
+        for name, total in reducer.reduce(experts, plan, read):
+            if total is None:
+                if name in here:
+                    experts.manager.drop(experts.page_ids(Plane.GRADIENT, [name]))
+                continue
+            if name not in here:
+                experts.manager.create_ids(experts.pages, Plane.GRADIENT, experts.page_ids(Plane.GRADIENT, [name]))
+            with experts.lease(Plane.GRADIENT, [name]) as lease:
+                lease.page(*name).copy_(total)
+                lease.mark_dirty()
+            self._statistics[experts, name] = self._measure(total)
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self.non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class PagedExperts(torch.nn.Module):
         self.pages = manager.add_module(path=path, layout=layout, num_experts=num_experts, dtypes=dtypes)
         self.context = ExpertsContext(manager, self.pages, activation, products, workspace, backend or TorchBackend())
         self.trainable = True
+        self.fetch: Callable[[Sequence[int]], None] | None = None
+        """Makes experts current before they are computed, where other ranks step them; a collective of these ranks."""
         self._anchor = torch.zeros((), device=manager.arena.device, requires_grad=True)
 
     @property
@@ -110,6 +112,8 @@ class PagedExperts(torch.nn.Module):
                 f"{self.path}: {len(counts)} experts with {sum(counts)} tokens were announced, "
                 f"{self.num_experts} experts with {x_Nh.shape[0]} tokens are here"
             )
+        if self.fetch is not None:
+            self.fetch([expert for expert, count in enumerate(counts) if count])
         keep = torch.is_grad_enabled() and (
             x_Nh.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
         )

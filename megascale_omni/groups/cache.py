@@ -1,4 +1,4 @@
-"""The group cache: which plans recurred lately. Bounded, least recently used first out, old ones too."""
+"""The group cache: which groups of ranks recurred lately. Bounded, least recently used first out, old ones too."""
 
 from __future__ import annotations
 

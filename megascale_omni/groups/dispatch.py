@@ -9,6 +9,8 @@ Shapes: T tokens of this rank, E experts of all ranks, N pairs (token, expert) o
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,11 +22,10 @@ from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.discovery import Discovery, discover
 from megascale_omni.groups.functions import exchange, gather, sum_rows
 from megascale_omni.groups.pages import TravellingPages
-from megascale_omni.groups.plan import Demand, ExpertGroups, Move, Plan, TravelCosts, make_groups, make_plan
+from megascale_omni.groups.plan import Demand, Move, Plan, TravelCosts, make_groups, make_plan, ranks_of
 from megascale_omni.groups.rows import (
     ReceivedRows,
     SendRows,
-    mask_bytes,
     only_expert_counts,
     received_rows,
     send_rows,
@@ -45,7 +46,7 @@ class GroupOptions:
     move: Move = "auto"
     discovery: Discovery = "allgather"
     links: LinkCosts | None = None
-    cache: int = 64
+    cache: int = 1024
 
 
 @dataclass
@@ -67,8 +68,10 @@ class GroupDispatcher:
     def __post_init__(self) -> None:
         self.local_experts = self.num_experts // self.channel.size
         self.owners_E = np.repeat(np.arange(self.channel.size), self.local_experts)
-        self.cache: GroupCache[ExpertGroups] = GroupCache(self.options.cache)
+        self.cache: GroupCache[tuple[int, ...]] = GroupCache(self.options.cache)
         self.calls = 0
+        self.counts = dict.fromkeys(("tokens", "rows_sent", "pairs_sent", "experts_sent", "experts_received"), 0)
+        self.discovery_seconds = 0.0
         self._costs: dict[tuple[int, int], TravelCosts] = {}
         first = self.channel.rank * self.local_experts
         self.pages = None if self.experts is None else TravellingPages(self.experts, self.channel, first=first)
@@ -82,6 +85,8 @@ class GroupDispatcher:
         sent = send_rows(map_TE, ranks=self.channel.size, columns=self.columns)
         plan = self._plan(map_TE, sent, x_Th)
         rows_P = plan.demand.rows_PP[:, self.channel.rank]
+        if self.pages is not None and self.options.move != "tokens":
+            self.pages.prepare(plan)
         if plan.moves:
             kept_E = torch.from_numpy(plan.keeps_token_rows(self.channel.rank)).to(map_TE.device)
             sent = send_rows(map_TE & kept_E, ranks=self.channel.size, columns=self.columns)
@@ -89,7 +94,27 @@ class GroupDispatcher:
             rows_P = discover(told, self.channel, self.options.discovery)[:, self.channel.rank]
         trip = Trip(self, plan, sent, map_TE, x_Th, probs_TE, tuple(rows_P.tolist()))
         self.calls += 1
+        self._count(len(x_Th), sent, plan)
         return trip
+
+    def _count(self, tokens: int, sent: SendRows, plan: Plan) -> None:
+        rank = self.channel.rank
+        found = {
+            "tokens": tokens,
+            "rows_sent": sum(sent.rows) - sent.rows[rank],
+            "pairs_sent": sum(sent.pairs) - sent.pairs[rank],
+            "experts_sent": sum(len(move.members) for move in plan.moves if move.owner == rank),
+            "experts_received": sum(rank in move.members for move in plan.moves),
+        }
+        for name, count in found.items():
+            self.counts[name] += count
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start: forwards, tokens, rows and (row, expert) pairs to other ranks, experts whose pages
+        went out and came in a forward, look-ups of the group cache, seconds in which counts were exchanged.
+        """
+        cache = {"group_cache_hits": self.cache.hits, "group_cache_misses": self.cache.misses}
+        return {"forwards": self.calls, **self.counts, **cache, "discovery_seconds": self.discovery_seconds}
 
     def _plan(self, map_TE: torch.Tensor, sent: SendRows, x_Th: torch.Tensor) -> Plan:
         size, experts = self.channel.size, self.num_experts
@@ -100,23 +125,41 @@ class GroupDispatcher:
                 torch.tensor(sent.rows, device=map_TE.device),
             ]
         ).to(torch.int32)
-        demand = Demand.from_vectors(discover(vector, self.channel, self.options.discovery), experts=experts)
-        active_PE = demand.counts_PE > 0
-        groups = self.cache.get(
-            np.packbits(active_PE).tobytes(), step=self.calls, make=lambda: make_groups(active_PE, self.owners_E)
-        )
+        start = time.perf_counter()
+        told = discover(vector, self.channel, self.options.discovery)
+        self.discovery_seconds += time.perf_counter() - start
+        demand = Demand.from_vectors(told, experts=experts)
+        groups = make_groups(demand.counts_PE > 0, self.owners_E, self._members_of)
         move: Move = "tokens" if self.pages is None else self.options.move
         return make_plan(demand, groups, self._travel_costs(x_Th), move)
+
+    def _members_of(self, bits: bytes, ranks: int) -> tuple[int, ...]:
+        return self.cache.get(bits, step=self.calls, make=lambda: ranks_of(bits, ranks))
 
     def _travel_costs(self, x_Th: torch.Tensor) -> TravelCosts:
         hidden, width = x_Th.shape[1], x_Th.element_size()
         key = (hidden, width)
         if key not in self._costs:
-            row_bytes = 4 * hidden * width + mask_bytes(self.local_experts) + 8
-            expert_bytes = 0 if self.pages is None else 3 * self.pages.expert_numel * width
-            links = self.options.links or LinkCosts.uniform(self.channel.size)
-            self._costs[key] = TravelCosts(row_bytes, expert_bytes, links)
+            self._costs[key] = TravelCosts.of_layer(
+                hidden=hidden,
+                width=width,
+                local_experts=self.local_experts,
+                expert_numel=0 if self.pages is None else self.pages.expert_numel,
+                links=self.options.links or LinkCosts.uniform(self.channel.size),
+            )
         return self._costs[key]
+
+
+def total_stats(stats: Iterable[dict[str, float]]) -> dict[str, float] | None:
+    """The sums over modules of :meth:`GroupDispatcher.stats`, and the share of hits; None where there are none."""
+    total: dict[str, float] = {}
+    for one in stats:
+        for name, value in one.items():
+            total[name] = total.get(name, 0) + value
+    if not total:
+        return None
+    looked_up = total["group_cache_hits"] + total["group_cache_misses"]
+    return {**total, "group_cache_hit_rate": total["group_cache_hits"] / looked_up if looked_up else 0.0}
 
 
 class Trip:

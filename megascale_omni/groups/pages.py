@@ -27,6 +27,43 @@ from megascale_omni.paging.planes import Plane
 Batch = tuple[PageMove, ...]
 
 
+def expert_numel(experts: PagedExperts) -> int:
+    """Elements of one expert, all pages."""
+    layout = experts.layout
+    return sum(layout.page_numel(slice_) for slice_ in range(layout.num_slices))
+
+
+def _parts(experts: PagedExperts, expert: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    layout = experts.layout
+    sizes = [layout.page_numel(slice_) for slice_ in range(layout.num_slices)]
+    for slice_, part in enumerate(flat.split(sizes)):
+        yield (expert, slice_), part
+
+
+def empty_weights(experts: PagedExperts) -> torch.Tensor:
+    """Room for one expert's weights."""
+    dtype, device = experts.pages.dtypes[Plane.WEIGHT], experts.manager.arena.device
+    return torch.empty(expert_numel(experts), dtype=dtype, device=device)
+
+
+def read_weights(experts: PagedExperts, expert: int) -> torch.Tensor:
+    """A copy of a local expert's weight pages, caught up with the optimizer."""
+    flat = empty_weights(experts)
+    for name, part in _parts(experts, expert, flat):
+        experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+        with experts.lease(Plane.WEIGHT, [name]) as lease:
+            part.copy_(lease.page(*name))
+    return flat
+
+
+def write_weights(experts: PagedExperts, expert: int, flat: torch.Tensor) -> None:
+    """Copies ``flat`` into a local expert's weight pages, which exist."""
+    for name, part in _parts(experts, expert, flat):
+        with experts.lease(Plane.WEIGHT, [name]) as lease:
+            lease.mark_dirty()
+            lease.page(*name).copy_(part)
+
+
 class TravellingPages:
     """The page travel of one module on one rank.
 
@@ -44,8 +81,7 @@ class TravellingPages:
     @property
     def expert_numel(self) -> int:
         """Elements of one expert, all pages."""
-        layout = self.experts.layout
-        return sum(layout.page_numel(slice_) for slice_ in range(layout.num_slices))
+        return expert_numel(self.experts)
 
     @property
     def guests(self) -> PagedExperts:
@@ -68,6 +104,14 @@ class TravellingPages:
         self._guests.requires_grad_(self.experts.trainable)
         return self._guests
 
+    def prepare(self, plan: Plan) -> None:
+        """Makes this rank's experts current that are about to travel; called whether any are, as others may have some.
+
+        (See [Note: pages on demand]: it is a collective of the ranks that have copies of these experts.)
+        """
+        if self.experts.fetch is not None:
+            self.experts.fetch([m.expert - self.first for m in plan.moves if m.owner == self.channel.rank])
+
     def apply(self, x_Gh: torch.Tensor, probs_G: torch.Tensor, counts: Sequence[int], plan: Plan) -> torch.Tensor:
         """Outputs ``[G, h]`` of tokens that stay here, sorted by visiting expert; ``counts`` of each of the moves.
 
@@ -81,15 +125,7 @@ class TravellingPages:
 
     def weights_of(self, move: PageMove) -> torch.Tensor:
         """A copy of an expert's weight pages, caught up with the optimizer."""
-        experts = self.experts
-        flat = torch.empty(
-            self.expert_numel, dtype=experts.pages.dtypes[Plane.WEIGHT], device=experts.manager.arena.device
-        )
-        for name, part in self._parts(move.expert - self.first, flat):
-            experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
-            with experts.lease(Plane.WEIGHT, [name]) as lease:
-                part.copy_(lease.page(*name))
-        return flat
+        return read_weights(self.experts, move.expert - self.first)
 
     def start_weights(self, batch: Batch) -> tuple[Transfers, dict[int, torch.Tensor]]:
         """Sends and receives the weights of a batch; the tensors that arrive here, by expert."""
@@ -100,8 +136,7 @@ class TravellingPages:
                 flat = self.weights_of(move)
                 transfers += [Transfer(peer, flat, True) for peer in move.members]
             elif self.channel.rank in move.members:
-                weight = self.experts.pages.dtypes[Plane.WEIGHT]
-                flat = torch.empty(self.expert_numel, dtype=weight, device=self.experts.manager.arena.device)
+                flat = empty_weights(self.experts)
                 arriving[move.expert] = flat
                 transfers.append(Transfer(move.owner, flat, False))
         return self.channel.transfer(transfers), arriving
@@ -174,10 +209,7 @@ class TravellingPages:
                         lease.mark_dirty()
 
     def _parts(self, expert: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        layout = self.experts.layout
-        sizes = [layout.page_numel(slice_) for slice_ in range(layout.num_slices)]
-        for slice_, part in enumerate(flat.split(sizes)):
-            yield (expert, slice_), part
+        return _parts(self.experts, expert, flat)
 
 
 @dataclass

@@ -14,12 +14,14 @@ earlier.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from megascale_omni.groups.rows import mask_bytes
 from megascale_omni.topology.links import LinkCosts
 
 Move = Literal["auto", "tokens", "pages"]
@@ -65,6 +67,13 @@ class TravelCosts:
     row_bytes: int
     expert_bytes: int
     links: LinkCosts
+
+    @classmethod
+    def of_layer(
+        cls, *, hidden: int, width: int, local_experts: int, expert_numel: int, links: LinkCosts
+    ) -> TravelCosts:
+        """Of a layer whose tokens have ``hidden`` elements of ``width`` bytes, as its experts' have."""
+        return cls(4 * hidden * width + mask_bytes(local_experts) + 8, 3 * expert_numel * width, links)
 
 
 @dataclass(frozen=True)
@@ -128,11 +137,22 @@ class Plan:
         return tuple(self.moves[i : i + PAGE_BATCH] for i in range(0, len(self.moves), PAGE_BATCH))
 
 
-def make_groups(active_PE: np.ndarray, owners_E: np.ndarray) -> ExpertGroups:
-    """The groups of a membership: ``active_PE[p, e]``, whether tokens of rank ``p`` chose expert ``e``."""
+def ranks_of(bits: bytes, ranks: int) -> tuple[int, ...]:
+    """The ranks of a membership, a bit each, ascending."""
+    return tuple(np.nonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=ranks))[0].tolist())
+
+
+def make_groups(
+    active_PE: np.ndarray, owners_E: np.ndarray, members_of: Callable[[bytes, int], tuple[int, ...]] = ranks_of
+) -> ExpertGroups:
+    """The groups of all experts: ``active_PE[p, e]``, whether tokens of rank ``p`` chose expert ``e``.
+
+    ``members_of``: as :func:`ranks_of`, perhaps from a cache.
+    """
     members_PE = active_PE.copy()
     members_PE[owners_E, np.arange(len(owners_E))] = True
-    return ExpertGroups(owners_E, tuple(tuple(np.nonzero(column)[0].tolist()) for column in members_PE.T))
+    bits_EB = np.packbits(members_PE, axis=0).T
+    return ExpertGroups(owners_E, tuple(members_of(bits.tobytes(), len(active_PE)) for bits in bits_EB))
 
 
 def make_plan(demand: Demand, groups: ExpertGroups, costs: TravelCosts, move: Move = "auto") -> Plan:

@@ -6,6 +6,7 @@ import atexit
 from pathlib import Path
 
 from megascale_omni.config import HeatConfig, ObserveConfig
+from megascale_omni.groups.dispatch import GroupDispatcher, total_stats
 from megascale_omni.heat.keeper import HeatKeeper
 from megascale_omni.heat.report import ReportWriter, read_report
 from megascale_omni.paging.manager import ExpertManager
@@ -33,13 +34,18 @@ class Observation:
         self._recorder: Recorder | None = None
         self._report: ReportWriter | None = None
         self._folder, self._rank = observe.report, rank
+        self.dispatchers: list[GroupDispatcher] = []
         if observe.trace is not None:
             self._recorder = Recorder(manager, path_of_rank(observe.trace, rank=rank, world=world))
         if observe.report is not None:
             new_figure(1, 1)  # now, and not after hours of training
-            self._report = ReportWriter(manager, self.keeper, observe.report, rank=rank)
+            self._report = ReportWriter(manager, self.keeper, observe.report, rank=rank, groups=self.groups)
         if self._recorder is not None or self._report is not None:
             atexit.register(self.close)  # a script that never says that it has ended
+
+    def groups(self) -> dict[str, float] | None:
+        """What the groups dispatchers of the run did so far; None where there are none."""
+        return total_stats(dispatcher.stats() for dispatcher in self.dispatchers)
 
     def close(self) -> None:
         """Ends what is being written, and draws the report's pictures (rank 0). Idempotent."""

@@ -2,7 +2,8 @@
 
 [Note: report folder]
 ``rank0.jsonl`` begins with a line of kind ``run`` (modules, experts, the arena's limit). A line of kind ``step``
-follows every training step: bytes by tier and plane, and counters since the start. A line of kind ``heat`` follows
+follows every training step: bytes by tier and plane, and counters since the start, of pages and of the groups
+dispatcher. A line of kind ``heat`` follows
 every look at the heat map: for each module its experts' states, one digit each (see states.Heat), and scores in
 hundredths.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,16 @@ class ReportWriter:
         ValueError: the folder cannot be made or written.
     """
 
-    def __init__(self, manager: ExpertManager, keeper: HeatKeeper | None, folder: str | Path, *, rank: int) -> None:
-        self._manager, self._keeper = manager, keeper
+    def __init__(
+        self,
+        manager: ExpertManager,
+        keeper: HeatKeeper | None,
+        folder: str | Path,
+        *,
+        rank: int,
+        groups: Callable[[], dict[str, float] | None] = lambda: None,
+    ) -> None:
+        self._manager, self._keeper, self._groups = manager, keeper, groups
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = (Path(folder) / f"rank{rank}.jsonl").open("w", encoding="utf-8")
@@ -81,6 +91,7 @@ class ReportWriter:
             tiers={t.name.lower(): int(self._sizes[table.tier == t].sum()) for t in TIERS},
             planes={p.name.lower(): int(self._sizes[here & (planes == p)].sum()) for p in Plane},
             counts=self._manager.stats(),
+            groups=self._groups(),
         )
 
     def _heat(self, step: int) -> None:

@@ -7,20 +7,23 @@ has a region of weights and a region of biases, which may belong to different gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from megascale_omni.checkpoint.scratch import MakeTensors, in_memory
+from megascale_omni.experts.completion import OFF, leased
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
+from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History, StepRecord
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.tiers import ABSENT
 from megascale_omni.schedule import Phase
 
 
@@ -54,8 +57,9 @@ class PagedAdam:
     Args:
         modules: paged experts with their bindings. groups: torch-like parameter groups (lr, weight_decay, betas, eps,
         ...). arithmetic: the dense optimizer's operations. shards: which pages' state this rank keeps and steps.
-        max_lag: most steps a page may be behind; 0 steps every page at every step. Sharded state is never deferred: a
-        page's weights are read on ranks that do not keep its state.
+        max_lag: most steps a page may be behind; 0 steps every page at every step. on_demand: whether ranks fetch the
+        pages that they need (see [Note: pages on demand]); otherwise sharded state is never deferred, and updated
+        weights go to every rank at each step.
     """
 
     def __init__(
@@ -66,19 +70,30 @@ class PagedAdam:
         arithmetic: AdamArithmetic,
         shards: PageShards,
         max_lag: int = DEFAULT_MAX_LAG,
+        on_demand: bool = False,
     ) -> None:
         self.bindings = dict(modules)
         self.param_groups = groups
         self.arithmetic = arithmetic
         self.shards = shards
-        self.max_lag = 0 if shards.size > 1 else max_lag
+        self.fetcher: PageFetcher | None = None
+        if on_demand and shards.size > 1:
+            self.fetcher = PageFetcher(
+                shards, stale=self._is_stale, catch_up=self._catch_up_owned, fetched=self._have_fetched
+            )
+        self.max_lag = max_lag if shards.size == 1 or self.fetcher is not None else 0
         self.history = History()
         self.num_steps = 0
+        self.before_step: Callable[[], None] = lambda: None  # who wants to know before anything changes
+        self._opened: list[StepRecord] = []  # the coming step, where pages have taken it already
+        self._owned_names: dict[PagedExperts, set[PageName]] = {}
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
-            manager.set_catch_up(experts.pages, self.catch_up if self.max_lag else None)
+            waits = self.max_lag > 0 or self.fetcher is not None
+            manager.set_catch_up(experts.pages, self.catch_up if waits else None)
+            experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
                 for name in self.shards.owned(experts):
@@ -118,38 +133,81 @@ class PagedAdam:
         without a gradient wait (see [Note: deferred steps]). A collective of the shards' group where state is sharded:
         updated weights go to every rank.
         """
+        records = self._close(clip_coefficient)
         self.num_steps += 1
-        for index in range(len(self.param_groups)):
-            self._record(index)
+        for index, record in enumerate(records):
+            self.history.append(index, record)
         for experts in self.modules:
             clip = clip_coefficient.get(experts) if isinstance(clip_coefficient, Mapping) else clip_coefficient
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
             stepped = [name for name in owned if present[name]]
+            before: list[PageName] = []
             for name, pages in self._state(experts, stepped, also=(Plane.GRADIENT, *MOMENTS)):
+                self._forget_gradients(experts, before)
                 self._step_page(experts, name, pages, clip)
+                before = [name]
+            self._forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]
             for names, also in ((moving, MOMENTS), (resting, ())):
                 for name, pages in self._state(experts, names, also=also):
                     self._replay_page(experts, name, pages, up_to=self.num_steps)
-            self.sync_weights(experts)
+            if self.fetcher is None:
+                self.sync_weights(experts)
         for index in range(len(self.param_groups)):
             self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
 
-    def _record(self, index: int) -> None:
-        group = self.param_groups[index]
-        beta1, beta2 = group["betas"]
-        record = StepRecord(
-            step=self.num_steps,
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-        )
-        self.history.append(index, record)
+    @staticmethod
+    def _forget_gradients(experts: PagedExperts, names: list[PageName]) -> None:
+        """Gradients that have been used: where pages leave the device they would be written to disk for nothing."""
+        if experts.manager.pager.can_evict and names:
+            ids = experts.page_ids(Plane.GRADIENT, names)
+            experts.manager.drop(ids[experts.manager.table.tier[ids] != ABSENT])
+
+    def _coming(self) -> list[StepRecord]:
+        """The step that comes next, by the groups' settings."""
+        return [
+            StepRecord(
+                step=self.num_steps + 1,
+                lr=float(group["lr"]),
+                weight_decay=float(group["weight_decay"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+            )
+            for group in self.param_groups
+        ]
+
+    # -- a step that begins in the backward ----------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pages have been stepped at once since the last :meth:`step`, which has to complete their step."""
+        return bool(self._opened)
+
+    def planes_at_once(self, experts: PagedExperts) -> tuple[Plane, ...] | None:
+        """Planes beside weight and gradient that the step of a page works on; None for modules not stepped here."""
+        if experts not in self.bindings:
+            return None
+        return (Plane.MASTER, *MOMENTS) if Plane.MASTER in experts.pages.dtypes else MOMENTS
+
+    @torch.no_grad()
+    def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
+        """Applies the step that comes next to a page whose gradient is complete; :meth:`step` does so to the others."""
+        if not self._opened:
+            self.before_step()
+            self._opened = self._coming()
+        self._step_page(experts, name, pages, None)
+
+    def _close(self, clip_coefficient: float | Mapping[PagedExperts, float] | None) -> list[StepRecord]:
+        opened, self._opened = self._opened, []
+        coming = self._coming()
+        if opened and (opened != coming or clip_coefficient is not None):
+            what = f"settings changed from {opened} to {coming}" if opened != coming else "gradients are to be clipped"
+            raise RuntimeError(f"{what} after experts were stepped in the backward; {OFF}")
+        return coming
 
     def _last_step(self, experts: PagedExperts, name: PageName) -> int:
         return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
@@ -178,7 +236,7 @@ class PagedAdam:
             gradient.mul_(clip)
         p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
         for region, group in self._regions(experts, name):
-            records = self.history.since(group, last)
+            records = (*self.history.since(group, last), *self._opened[group : group + 1])
             self.arithmetic.advance(p=p[region], m=m[region], v=v[region], g=gradient[region], records=records)
         self._applied(experts, name, pages)
 
@@ -201,7 +259,7 @@ class PagedAdam:
     ) -> None:
         if Plane.MASTER in pages:
             pages[Plane.WEIGHT].copy_(pages[Plane.MASTER])
-        step = self.num_steps if step is None else step
+        step = self.num_steps + self.is_open if step is None else step
         experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = step
 
     def _regions(self, experts: PagedExperts, name: PageName) -> list[tuple[slice, int]]:
@@ -222,20 +280,45 @@ class PagedAdam:
             return
         for page_id in page_ids[experts.manager.table.last_step[page_ids] < self.num_steps].tolist():
             key = experts.manager.key(page_id)
-            self._catch_up_page(experts, (key.expert, key.slice))
+            name = (key.expert, key.slice)
+            if self.fetcher is not None and name not in self._owned_by(experts):
+                raise RuntimeError(
+                    f"{experts.path}, local expert {key.expert} (slice {key.slice}): its weights are those of step "
+                    f"{self._last_step(experts, name)} of {self.num_steps} here, and were not fetched; call "
+                    "PagedAdam.fetch_all() on all ranks before they are read outside of the model's forward"
+                )
+            self._catch_up_page(experts, name)
+
+    # -- pages on demand -----------------------------------------------------------------------------------------------
+
+    def _owned_by(self, experts: PagedExperts) -> set[PageName]:
+        if experts not in self._owned_names:
+            self._owned_names[experts] = set(self.shards.owned(experts))
+        return self._owned_names[experts]
+
+    def _is_stale(self, experts: PagedExperts, name: PageName) -> bool:
+        return self._last_step(experts, name) < self.num_steps
+
+    def _catch_up_owned(self, experts: PagedExperts, name: PageName) -> None:
+        self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+
+    def _have_fetched(self, experts: PagedExperts, names: list[PageName]) -> None:
+        experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, names)] = self.num_steps
+
+    @torch.no_grad()
+    def fetch_experts(self, experts: PagedExperts, wanted: Iterable[int]) -> None:
+        """Makes all pages of some local experts current on this rank. A collective where pages come on demand."""
+        if self.fetcher is not None:
+            self.fetcher.fetch(experts, [(e, s) for e in wanted for s in range(experts.layout.num_slices)])
+
+    def fetch_all(self, experts: PagedExperts) -> None:
+        """Makes all pages of a module current on this rank. A collective where pages come on demand."""
+        self.fetch_experts(experts, range(experts.num_experts))
 
     def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
         planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
         planes += MOMENTS if self._has_moments(experts, name) else ()
-        with ExitStack() as stack:
-            pages: dict[Plane, torch.Tensor] = {}
-            for plane in planes:
-                new = () if plane not in MOMENTS else self._create(experts, plane, name)
-                lease = stack.enter_context(experts.lease(plane, [name]))
-                lease.mark_dirty()
-                pages[plane] = lease.page(*name)
-                if len(new):
-                    pages[plane].zero_()
+        with leased(experts, name, planes) as pages:
             self._replay_page(experts, name, pages, up_to=self.num_steps)
 
     def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:
@@ -297,12 +380,14 @@ class PagedAdam:
         return float(total)
 
     @torch.no_grad()
-    def dense(
-        self, experts: PagedExperts, plane: Plane, *, make: MakeTensors | None = None
-    ) -> dict[str, torch.Tensor]:
+    def dense(self, experts: PagedExperts, plane: Plane, *, make: MakeTensors | None = None) -> dict[str, torch.Tensor]:
         """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
         if self.shards.size == 1 or plane is Plane.WEIGHT:
+            self.fetch_all(experts)
             return experts.dense(plane, make=make)
+        if self.fetcher is not None:
+            for name in self.shards.owned(experts):
+                self._catch_up_owned(experts, name)
         shapes = {tensor.name: tensor.shape for tensor in experts.names.tensors()}
         tensors = (make or in_memory)(shapes, experts.pages.dtypes[plane])
 

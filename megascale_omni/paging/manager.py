@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -313,21 +313,24 @@ class ExpertManager:
         planes: Sequence[Plane],
         phase: Phase = Phase.FORWARD,
         create: Plane | None = None,
+        soon: Sequence[Plane] = (),
     ) -> Iterator[Wave]:
         """Sweeps the pages of ``experts`` in batches, ascending by (expert, slice); each is leased while current.
 
         What is computed must not depend on where a wave ends: sums run over (expert, slice) in the order given. Weight
         pages are caught up with the optimizer before they are handed out. Absent pages of plane ``create`` are made;
-        where the caller does not come back for the next wave they are absent again, being half written.
+        where the caller does not come back for the next wave they are absent again, being half written. Planes ``soon``
+        of a wave's pages are brought meanwhile: the caller leases them itself, page by page.
         """
         resident = self.arena.device.type == "cuda" and not self.pager.can_evict
         nbytes = RESIDENT_BATCH_BYTES if resident else None
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
         slices = module.entry.num_slices
         pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
-        self._begin_visit(module, phase, planes, pages)
+        self._begin_visit(module, phase, (*planes, *soon), pages)
         ids = {p: [self._batch_ids(module, p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
+        others = [self._pages_of(module, soon, batch) for batch in batches] if soon else []
         for number, items in enumerate(batches):
             if Plane.WEIGHT in ids:
                 self.catch_up(module, ids[Plane.WEIGHT][number])
@@ -339,7 +342,11 @@ class ExpertManager:
                         new = self.create_ids(module, plane, ids[plane][number])
                     leases[plane] = self.lease_ids(module, plane, ids[plane][number])
                 self._reached(module, items[-1])
-                self._ahead(module, islice(groups, number + 1, None))
+                coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
+                if others:
+                    after = zip(coming, islice(others, number + 1, None), strict=True)
+                    coming = chain([others[number]], chain.from_iterable(after))
+                self._ahead(module, coming)
                 fresh = frozenset((key.expert, key.slice) for key in map(self.key, new.tolist()))
                 yield Wave(items=items, leases=leases, fresh=fresh)
                 new = new[:0]
@@ -436,6 +443,11 @@ class ExpertManager:
         pairs = np.asarray(items, dtype=np.int64).reshape(-1, 2)
         ids: np.ndarray = module.entry.first_index + pairs[:, 0] * module.entry.num_slices + pairs[:, 1]
         return ids * len(Plane) + int(plane)
+
+    def _pages_of(self, module: PagedModule, planes: Sequence[Plane], items: Batch) -> np.ndarray:
+        """Page ids of a batch in some planes: page after page, in the order in which they are asked for."""
+        found: np.ndarray = np.stack([self._batch_ids(module, plane, items) for plane in planes], axis=1).reshape(-1)
+        return found
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
         """The elements of a leased page (flat). For leases; a page that no lease holds may move at any time."""

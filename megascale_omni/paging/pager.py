@@ -74,6 +74,7 @@ class Pager:
         self._flights: dict[int, Flight] = {}
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self._keep: frozenset[int] = frozenset()
+        self._uses_of_held: dict[int, np.ndarray] = {}  # next uses of pages in leases, by slot class, while one serves
         self._clock = 0
         self.on_move: Callable[[int], None] = lambda page_id: None
 
@@ -233,12 +234,16 @@ class Pager:
         return True
 
     def _displaced_before(self, page_id: int, number: int) -> float:
-        held = np.nonzero(self.table.pins)[0]
-        held = held[self.table.class_index[held] == self.table.class_index[page_id]]
-        uses = self.outlook.next_use(np.append(held, page_id))
-        return displaced_before(number, float(uses[-1]), uses[:-1])
+        index = int(self.table.class_index[page_id])
+        held = self._uses_of_held.get(index)
+        if held is None:
+            pinned = np.nonzero(self.table.pins)[0]
+            held = self.outlook.next_use(pinned[self.table.class_index[pinned] == index])
+            self._uses_of_held[index] = held
+        return displaced_before(number, float(self.outlook.next_use(np.asarray([page_id]))[0]), held)
 
     def _serve_wanted(self) -> None:
+        self._uses_of_held = {}
         while self._wanted:
             number, page_id = self._wanted[0]
             if self._is_away(page_id) and not self._load(page_id, ahead=number):

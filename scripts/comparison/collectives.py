@@ -17,6 +17,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class CollectiveCounter:
     def __init__(self) -> None:
         self._sent = 0.0
         self._depth = 0
+        self._everywhere = False
         self._originals: dict[str, Callable[..., object]] = {}
 
     @property
@@ -115,28 +117,39 @@ class CollectiveCounter:
         """Bytes sent since the counter was made."""
         return round(self._sent)
 
-    def install(self) -> None:
-        """Wrap the functions. Raises RuntimeError when megatron-core is loaded already or a counter is installed."""
-        if "megatron.core" in sys.modules:
+    def install(self, *, everywhere: bool = False) -> None:
+        """Wrap the functions. Raises RuntimeError when megatron-core is loaded already or a counter is installed.
+
+        ``everywhere``: also where loaded modules keep what they found, so that it may be late.
+        """
+        self._everywhere = everywhere
+        if "megatron.core" in sys.modules and not everywhere:
             raise RuntimeError("install the counter before megatron-core is imported: it keeps the functions it found")
         if self._originals:
             raise RuntimeError("the counter is installed already")
         for name, sent in COUNTED.items():
             original = getattr(distributed_c10d, name)
             self._originals[name] = original
-            self._place(name, self._wrapped(original, sent))
+            self._place(name, self._wrapped(original, sent), self._keepers(original))
 
     def remove(self) -> None:
         """Put the functions back; idempotent."""
         for name, original in self._originals.items():
-            self._place(name, original)
+            self._place(name, original, self._keepers(getattr(distributed, name)))
         self._originals = {}
 
+    def _keepers(self, function: Callable[..., object]) -> list[tuple[ModuleType, str]]:
+        """Modules that keep a function under a name of theirs."""
+        loaded = list(sys.modules.values()) if self._everywhere else []
+        return [(m, n) for m in loaded for n, value in list(getattr(m, "__dict__", {}).items()) if value is function]
+
     @staticmethod
-    def _place(name: str, function: Callable[..., object]) -> None:
+    def _place(name: str, function: Callable[..., object], keepers: Sequence[tuple[ModuleType, str]]) -> None:
         # In both modules: functions call each other by the names of distributed_c10d; P2POp knows isend by identity.
         setattr(distributed_c10d, name, function)
         setattr(distributed, name, function)
+        for module, attribute in keepers:
+            setattr(module, attribute, function)
 
     def _wrapped(self, original: Callable[..., object], sent: Callable[[Arguments], float]) -> Callable[..., object]:
         signature = inspect.signature(original)

@@ -67,16 +67,22 @@ class ModelState:
         """Copies of all weights."""
         found = {name: parameter.detach().clone() for name, parameter in self._dense.items()}
         for prefix, module in self._paged.items():
-            found |= {prefix + name: tensor for name, tensor in module.dense(Plane.WEIGHT).items()}
+            dense = _adam(module).dense(module, Plane.WEIGHT)
+            found |= {prefix + name: tensor for name, tensor in dense.items()}
         return found
 
     @torch.no_grad()
     def gradients(self) -> Tensors:
         """Copies of the reduced gradients, after `forward_backward`, before the step; experts without any: zeros."""
         found = self._gathered(lambda parameter, stepped: _part(_gradient(parameter), stepped))
-        for prefix, module in self._paged.items():
-            found |= {prefix + name: tensor for name, tensor in _page_gradients(module).items()}
-        return found
+        paged = {
+            prefix + name: tensor
+            for prefix, module in self._paged.items()
+            for name, tensor in _page_gradients(module, owned_only=self._distributed).items()
+        }
+        if self._distributed:
+            _sum_over(False, list(paged.values()))
+        return found | paged
 
     @torch.no_grad()
     def state(self) -> State:
@@ -107,8 +113,9 @@ class ModelState:
                 own.copy_(_part_of(moments[name], stepped))
         for prefix, module in self._paged.items():
             names = [tensor.name for tensor in module.names.tensors()]
-            module.load_dense({name: state.weights[prefix + name] for name in names})
             adam = _adam(module)
+            adam.fetch_all(module)
+            module.load_dense({name: state.weights[prefix + name] for name in names})
             adam.load_dense(module, master_plane(module), {name: state.masters[prefix + name] for name in names})
             for key, moments in state.moments.items():
                 adam.load_dense(module, MOMENTS[key], {name: moments[prefix + name] for name in names})
@@ -190,9 +197,14 @@ def _part_of(whole: torch.Tensor, stepped: Stepped) -> torch.Tensor:
     return whole.reshape(-1)[stepped.start : stepped.start + stepped.main.numel()]
 
 
-def _page_gradients(module: PagedExperts) -> Mapping[str, torch.Tensor]:
+def _page_gradients(module: PagedExperts, *, owned_only: bool) -> Mapping[str, torch.Tensor]:
     tensors = {t.name: torch.zeros(t.shape, dtype=torch.float32) for t in module.names.tensors()}
-    for name, page in ExpertGradients([module]).pages(module):
+    gradients = ExpertGradients([module])
+    names = gradients.present(module)
+    if owned_only:
+        owned = set(_adam(module).shards.owned(module))
+        names = [name for name in names if name in owned]
+    for name, page in gradients.pages(module, names=names):
         module.names.gather({name: page}, tensors)
     return tensors
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.experts.workspace import Workspace
@@ -164,7 +165,7 @@ class Pair:
             group.update(values)
         self.adam.step(clip_coefficient=clip)
         self.dense.step(gradients, settings, clip)
-        self.manager.drop(self.manager.ids(self.experts.pages, Plane.GRADIENT, list(active)))
+        ExpertGradients([self.experts]).drop()
 
     @property
     def last_steps(self) -> list[int]:

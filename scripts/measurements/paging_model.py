@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.products import products_for
@@ -53,6 +54,8 @@ class Task:
     dtype: torch.dtype = torch.float32
     decoupled: bool = True
     max_lag: int = 100
+    clip: float = 0.5  # largest norm of all gradients; 0: none, and pages are stepped in the backward
+    in_backward: bool = True  # gradients are completed in the last backward
     recompute: bool = False
     evaluate: bool = True
     blas: bool = True  # products by BLAS; by what suits the processor otherwise
@@ -129,6 +132,9 @@ class Model:
             max_lag=task.max_lag,
         )
         self.gradients = ExpertGradients(self.modules)
+        if task.in_backward:
+            last = LastGradients(self.gradients, scale=1.0 / task.micro_batches, backwards=lambda: task.micro_batches)
+            last.stepper = None if task.clip else self.adam
 
     def forward(self, generator: torch.Generator) -> torch.Tensor:
         """The loss of a batch."""
@@ -153,6 +159,8 @@ class Model:
         task, generator = self.task, torch.Generator().manual_seed(1000 * self.task.seed + number)
         self.manager.schedule.begin_step(number)
         self.gradients.drop()
+        self.groups[0].update(lr=1e-2 / number, weight_decay=0.1 if number % 3 else 0.0)
+        self.groups[1].update(lr=2e-2 / number, betas=(0.9, 0.95 - 0.01 * (number % 2)))
         for _ in range(task.micro_batches):
             loss = self.forward(generator)
             found.losses.append(float(loss.detach()))
@@ -160,10 +168,8 @@ class Model:
         self.gradients.finish(scale=1.0 / task.micro_batches)
         squares, zeros = self.gradients.squares(PageShards()), self.gradients.zeros(PageShards())
         found.losses += [squares, float(zeros)]
-        self.groups[0].update(lr=1e-2 / number, weight_decay=0.1 if number % 3 else 0.0)
-        self.groups[1].update(lr=2e-2 / number, betas=(0.9, 0.95 - 0.01 * (number % 2)))
         norm = squares**0.5
-        self.adam.step(clip_coefficient=0.5 / norm if norm > 0.5 else None)
+        self.adam.step(clip_coefficient=task.clip / norm if 0 < task.clip < norm else None)
         if task.evaluate and number % 2 == 0:
             with torch.no_grad():
                 found.losses.append(float(self.forward(generator)))

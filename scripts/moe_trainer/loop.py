@@ -41,7 +41,11 @@ def train(args: argparse.Namespace) -> None:
             metrics.write(event="end", reason=f"{type(error).__name__}: {error}", peak_rss_bytes=peak_resident_bytes())
             raise
         metrics.write(
-            event="end", reason=reason, peak_rss_bytes=_peak_over_ranks(trainer), paging=paging.counters(trainer.model)
+            event="end",
+            reason=reason,
+            peak_rss_bytes=_peak_over_ranks(trainer),
+            paging=paging.counters(trainer.model),
+            groups=paging.groups(trainer.model),
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run says about the pages of its experts: where they may be when it starts, what they did when it ends."""
+"""What a run says about its experts: where pages may be when it starts; what they, and tokens, did when it ends."""
 
 from __future__ import annotations
 
@@ -58,3 +58,11 @@ def counters(model: Sequence[torch.nn.Module]) -> dict[str, int] | None:
     for manager in moving:
         total.update(manager.stats())
     return dict(sorted(total.items()))
+
+
+def groups(model: Sequence[torch.nn.Module]) -> dict[str, float] | None:
+    """What the groups dispatchers of this rank did since the start; None where there are none."""
+    from megascale_omni.groups.dispatch import GroupDispatcher, total_stats
+
+    found = (getattr(getattr(m, "token_dispatcher", None), "core", None) for chunk in model for m in chunk.modules())
+    return total_stats(core.stats() for core in found if isinstance(core, GroupDispatcher))

@@ -74,6 +74,7 @@ def train_unevenly(rank: int, world: int, *, ep: int, kind: dict[str, Any]) -> d
         local = EXPERTS // ep
         first = local * (rank % ep)
         wanted = {expert - first for r in by_rank for token in r for expert in token} & set(range(local))
+        wanted &= {expert for expert, _ in paged.optimizer.paged.adam.shards.owned(paged.layer.experts)}
         if present != wanted:
             found[name].append(f"gradient pages of {present} instead of {wanted}")
     return found

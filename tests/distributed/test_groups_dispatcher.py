@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.megatron_state import fresh_parallel_state
 from tests.distributed.test_experts_of_ranks import Routes, differences, train
-from tests.unit.megatron_ext.layers import build, tokens
+from tests.unit.megatron_ext.layers import EXPERTS, build, tokens
 
 pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
@@ -52,7 +52,8 @@ def train_each_case(rank: int, world: int, *, ep: int, groups: dict[str, object]
             guests = ours.layer.token_dispatcher.core.pages.guests
             if guests.manager.present(guests.pages, 0).any() or guests.manager.present(guests.pages, 1).any():
                 found[name].append("visitors are still here")
-    return found, sum(x[1] for x in ours.layer.token_dispatcher.metrics().items())
+    counts = ours.layer.token_dispatcher.metrics()
+    return found, counts["group_cache_hits"] + counts["group_cache_misses"]
 
 
 def _before_the_step(name: str) -> bool:
@@ -76,7 +77,7 @@ def _before_the_step(name: str) -> bool:
 def test_a_step_gives_what_stock_gives(pools, world, ep, groups, kind):
     for found, looked_up in pools[world].run(train_each_case, ep=ep, groups=groups, kind=kind):
         assert found == {name: [] for name in CASES}
-        assert looked_up == len(CASES)
+        assert looked_up == len(CASES) * EXPERTS
 
 
 # --- capacity, dropping, padding, shared experts ----------------------------------------------------------------------
@@ -127,8 +128,9 @@ def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
         {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True, "bias": True},
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
         {"moe_shared_expert_intermediate_size": 48},
+        {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": True},
     ],
-    ids=["drop by probability", "drop by position", "pad", "drop and pad", "padding mask", "shared experts"],
+    ids=["by probability", "by position", "pad", "drop and pad", "padding mask", "shared experts", "shared, overlap"],
 )
 def test_capacity_padding_and_shared_experts(pools, kind):
     assert pools[2].run(train_capacity, kind=kind) == [[]] * 2
@@ -137,11 +139,11 @@ def test_capacity_padding_and_shared_experts(pools, kind):
 # --- a member that dies -----------------------------------------------------------------------------------------------
 
 
-def lose_a_member(rank: int, world: int) -> str:
-    """Rank 2 leaves in mid-exchange: its transport ends as that of a dead process does."""
+def lose_a_member(rank: int, world: int, *, pages: bool) -> str:
+    """Rank 2 leaves in mid-exchange of rows or pages: its transport ends as that of a dead process does."""
     import torch.distributed as dist
 
-    from megascale_omni.groups.channel import Channel
+    from megascale_omni.groups.channel import Channel, Transfer
 
     group = dist.new_group(list(range(world)))
     channel = Channel(group)
@@ -155,13 +157,21 @@ def lose_a_member(rank: int, world: int) -> str:
 
         gc.collect()
         return "left"
+
+    def go_on() -> None:
+        if pages:
+            channel.transfer([Transfer(2, rows, False)]).wait()
+        else:
+            channel.exchange(rows, [1] * world, [1] * world)
+
     with pytest.raises(RuntimeError) as error:
-        channel.exchange(rows, [1] * world, [1] * world)
+        go_on()
     return str(error.value)
 
 
-def test_a_member_that_is_gone_is_named_by_all_others(pools):
-    answers = pools[4].run(lose_a_member, timeout_seconds=40.0)
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+def test_a_member_that_is_gone_is_named_by_all_others(pools, pages):
+    answers = pools[4].run(lose_a_member, timeout_seconds=40.0, pages=pages)
     pools[4].stop()
     assert answers[2] == "left"
     for rank in (0, 1, 3):

@@ -23,7 +23,11 @@ POLICY_MODULES = (
     "megascale_omni.paging.planes",
     "megascale_omni.paging.residency",
     "megascale_omni.groups.plan",
+    "megascale_omni.groups.gossip",
+    "megascale_omni.topology.levels",
     "megascale_omni.topology.placement",
+    "megascale_omni.topology.routing",
+    "megascale_omni.topology.simulate",
 )
 
 

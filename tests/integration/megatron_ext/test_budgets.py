@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from tests.integration.megatron_ext.runs import (
     DISTRIBUTED_OPTIMIZER,
     EXPERT_PARALLEL,
     GATED,
+    largest_relative_difference,
     losses_and_norms,
     paged_modules,
     trainer,
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from scripts.moe_trainer.trainer import Trainer
 
 # Experts of several pages, so that a budget of few pages is far below the state.
-MODEL = "--hidden-size 64 --ffn-hidden-size 256 --megascale-page-size 64KiB"
+SIZES = "--hidden-size 64 --ffn-hidden-size 256"
+MODEL = f"{SIZES} --megascale-page-size 64KiB"
 INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 SMALL_BATCHES = 128 * 1024
 
@@ -110,4 +113,66 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
 )
 def test_a_run_has_the_same_bits_at_any_budget(pools, corpus, tmp_path, world, options):
     answers = pools[world].run(at_budgets, corpus=corpus, folder=str(tmp_path), options=options)
+    assert answers == [{}] * world
+
+
+def in_the_backward(rank: int, world: int, *, corpus: str, folder: str, options: str) -> dict[str, object]:
+    """Runs with and without gradients completed and pages stepped in the backward; what differs or did not happen."""
+    from megascale_omni.paging import batches
+
+    wrong: dict[str, object] = {}
+    found: dict[str, list[Any]] = {}
+    with mock.patch.object(batches, "BATCH_BYTES", SMALL_BATCHES):
+        with trainer(corpus, MODEL, options, "--megascale-step-in-backward off", megascale=True) as run:
+            found["resident, off"] = losses_and_norms(run, 3)
+            percent = smallest_percentage(run)
+        with trainer(corpus, SIZES, options) as run:
+            stock = losses_and_norms(run, 3)
+        paging = f"--megascale-disk-path {folder} --megascale-device-budget {percent:.2f}%"
+        for name, more in {"resident": "", "smallest": paging}.items():
+            with trainer(corpus, MODEL, options, more, megascale=True) as run:
+                stepped: list[int] = []
+                for chunk in run.model:
+                    chunk.finish_grad_sync = noted(chunk, stepped)
+                found[name] = losses_and_norms(run, 3)
+                applied = run.args.clip_grad == 0 and not run.args.calculate_per_token_loss
+                if len(stepped) != 3 * len(run.model) or (sum(stepped) > 0) != applied:
+                    wrong[f"{name}: stepped"] = stepped
+    if any(result != found["resident, off"] for result in found.values()):
+        wrong["bits"] = found
+    if largest_relative_difference(*([float(x or 0) for x in chain(*r)] for r in (stock, found["resident"]))) > 1e-5:
+        wrong["stock"] = (stock, found["resident"])
+    return wrong
+
+
+def noted(chunk: Any, stepped: list[int]) -> Callable[..., None]:
+    """The chunk's ``finish_grad_sync``; notes how many pages have been stepped when it is called."""
+    finish = chunk.finish_grad_sync
+
+    def call(*inputs: Any, **options: Any) -> None:
+        stepped.append(len(chunk.gradients.stepped))
+        assert chunk.gradients.done or not any(present_gradients(e) for e in chunk.paged_experts)
+        finish(*inputs, **options)
+
+    return call
+
+
+def present_gradients(experts: Any) -> int:
+    from megascale_omni.paging.planes import Plane
+
+    return int(experts.manager.present(experts.pages, Plane.GRADIENT).sum())
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        pytest.param(1, f"{GATED} --clip-grad 0", id="single"),
+        pytest.param(1, f"{GATED} --clip-grad 0 --calculate-per-token-loss", id="per-token"),
+        pytest.param(2, f"{EXPERT_PARALLEL} {GATED} --clip-grad 0 --recompute-granularity selective", id="ep2"),
+        pytest.param(2, f"{GATED} {INTERLEAVED} --clip-grad 0", id="interleaved-pp2"),
+        pytest.param(2, f"{GATED} {INTERLEAVED}", id="interleaved-pp2-clip"),
+    ],
+)
+def test_a_step_in_the_backward_has_the_bits_of_one_after_it(pools, corpus, tmp_path, world, options):
+    answers = pools[world].run(in_the_backward, corpus=corpus, folder=str(tmp_path), options=options)
     assert answers == [{}] * world

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale_omni.groups.cache import GroupCache
-from megascale_omni.groups.discovery import gossip_rounds, simulate_gossip
+from megascale_omni.groups.gossip import gossip_rounds, simulate_gossip
 
 
 @given(st.integers(1, 70))

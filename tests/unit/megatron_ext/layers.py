@@ -170,6 +170,10 @@ def build(
     overrides: dict[str, float] | None = None,
     stay_enabled: bool = False,
     groups: dict[str, object] | None = None,
+    grad_wire: str = "fp32",
+    fetch: str = "step",
+    routing: str | None = None,
+    layer_number: int | None = None,
     **config: Any,
 ) -> Side:
     """A side from the same seed as every other; parallel state (``fresh_parallel_state``) exists already.
@@ -194,6 +198,7 @@ def build(
     dtype = torch.bfloat16 if bf16 else torch.float32
     if megascale:
         chosen = MegaScaleConfig().replace("paging", page_size_bytes=page_size)
+        chosen = chosen.replace("distributed", grad_wire=grad_wire, fetch=fetch).replace("observe", routing=routing)
         if groups is not None:
             chosen = chosen.replace("distributed", dispatcher="groups", **groups)
         runtime = megatron_ext.enable(chosen)
@@ -211,6 +216,8 @@ def build(
                 spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
                 self.mlp = build_module(spec, config=settings)
                 self.mlp.router = ToldRouter()
+                if layer_number is not None:
+                    self.mlp.set_layer_number(layer_number)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 output: torch.Tensor = self.mlp(x * self.scale + self.shift.sum(0))[0]

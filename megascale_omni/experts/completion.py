@@ -1,0 +1,152 @@
+"""What is done to gradient pages by the backward that completes them.
+
+[Note: last gradients]
+A gradient page is complete when the last micro-batch's backward has added to it. What has to be done to it then (check,
+scale, measure) is done while it is still in the device arena; a sweep over all gradients later would bring each one
+back. Where no norm of all gradients is needed before the step, the page is stepped at once as well, and its gradient
+never leaves: of an expert that got tokens weights, moments and gradient are in the arena together, once.
+
+Both need to know which backward is the last one. An adapter tells how many a module has in a step; where it cannot
+tell, pages wait. One more backward than was told would add to a gradient that has been used already: that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megascale_omni.paging.leases import Wave
+from megascale_omni.paging.planes import Plane
+
+if TYPE_CHECKING:
+    from megascale_omni.experts.gradients import ExpertGradients
+    from megascale_omni.experts.module import PagedExperts
+    from megascale_omni.experts.shards import PageName
+
+OFF = "--megascale-step-in-backward off (paging.step_in_backward)"
+"""The remedy where a loop is not what it was taken for."""
+
+
+class Finisher(Protocol):
+    """Completes the gradient pages of one backward, wave by wave."""
+
+    planes: tuple[Plane, ...]
+    """Other planes of these pages that it works on: to be brought while the wave is computed."""
+
+    def wave(self, wave: Wave) -> None:
+        """The gradients of a wave's pages have been added."""
+        ...
+
+
+@dataclass
+class Completion:
+    """Who completes a module's gradients in the backward: ``begin(active experts)`` gives the one for this call."""
+
+    begin: Callable[[Sequence[int]], Finisher | None] = lambda active: None
+
+
+class PageStepper(Protocol):
+    """The optimizer, as far as it can step one page."""
+
+    def planes_at_once(self, experts: PagedExperts) -> tuple[Plane, ...] | None:
+        """Planes beside weight and gradient that a step works on; None where it does not step these experts."""
+        ...
+
+    def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
+        """Applies the coming step to a page; ``pages`` holds weight and gradient, and the planes named above."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pages have been stepped at once and the step itself has not come yet."""
+        ...
+
+
+class LastGradients:
+    """Completes the gradient pages of a model chunk in the last backward of a step (see [Note: last gradients]).
+
+    Args:
+        gradients: the chunk's. scale: what they are multiplied by after the last backward. backwards: how many a module
+        has in this step, None where nobody knows.
+    """
+
+    def __init__(self, gradients: ExpertGradients, *, scale: float, backwards: Callable[[], int | None]) -> None:
+        self.gradients = gradients
+        self.scale = scale
+        self.stepper: PageStepper | None = None
+        self._backwards = backwards
+        self._seen: dict[PagedExperts, int] = {}
+        gradients.last = self
+        for experts in gradients.modules:
+            experts.context.completion.begin = partial(self._begin, experts)
+
+    def reset(self) -> None:
+        """A new step begins. RuntimeError where pages were stepped and the optimizer's step never came."""
+        self._seen.clear()
+        if self.stepper is not None and self.stepper.is_open:
+            raise RuntimeError(
+                "gradients are dropped after experts were stepped by them, and before the optimizer's step: a loop "
+                f"that computes gradients without using them needs {OFF}"
+            )
+
+    def _begin(self, experts: PagedExperts, active: Sequence[int]) -> Finisher | None:
+        self._seen[experts] = self._seen.get(experts, 0) + 1
+        again = [e for e in active if (experts, (e, 0)) in self.gradients.done]
+        if again:
+            raise RuntimeError(
+                f"{experts.path}, local expert {again[0]}: backward {self._seen[experts]} of a step that was announced "
+                f"with {self._backwards()}; its gradient is complete and may have been used; {OFF}"
+            )
+        return _Finisher(self, experts) if self._seen[experts] == self._backwards() else None
+
+
+class _Finisher:
+    """One module's last backward of a step."""
+
+    def __init__(self, last: LastGradients, experts: PagedExperts) -> None:
+        self._experts, self._gradients, self._scale = experts, last.gradients, last.scale
+        planes = None if last.stepper is None else last.stepper.planes_at_once(experts)
+        self._stepper = None if planes is None else last.stepper
+        self.planes = planes or ()
+
+    @torch.no_grad()
+    def wave(self, wave: Wave) -> None:
+        """See the protocol."""
+        experts, gradients = self._experts, wave.leases[Plane.GRADIENT]
+        stepped: list[PageName] = []
+        for name in wave.items:
+            self._gradients.complete(experts, name, gradients.page(*name), scale=self._scale)
+            # A gradient that is not finite ends the run, or the step, on every rank: its page waits for them.
+            if self._stepper is not None and self._gradients.non_finite is None:
+                if not stepped:
+                    wave.leases[Plane.WEIGHT].mark_dirty()
+                pages = {Plane.WEIGHT: wave.leases[Plane.WEIGHT].page(*name), Plane.GRADIENT: gradients.page(*name)}
+                with leased(experts, name, self.planes) as others:
+                    self._stepper.step_at_once(experts, name, {**pages, **others})
+                stepped.append(name)
+        if stepped:
+            self._gradients.stepped.update((experts, name) for name in stepped)
+            gradients.release()
+            experts.manager.drop(experts.page_ids(Plane.GRADIENT, stepped))
+
+
+@contextmanager
+def leased(experts: PagedExperts, name: PageName, planes: Sequence[Plane]) -> Iterator[dict[Plane, torch.Tensor]]:
+    """A page's elements in ``planes``, to be written; moments that do not exist yet are made as zeros."""
+    with ExitStack() as stack:
+        pages: dict[Plane, torch.Tensor] = {}
+        for plane in planes:
+            ids, new = experts.page_ids(plane, [name]), False
+            if plane in (Plane.MOMENT1, Plane.MOMENT2):
+                new = len(experts.manager.create_ids(experts.pages, plane, ids)) > 0
+            lease = stack.enter_context(experts.lease(plane, [name]))
+            lease.mark_dirty()
+            pages[plane] = lease.page(*name)
+            if new:
+                pages[plane].zero_()
+        yield pages
