@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from megascale_omni.checkpoint.scratch import MakeTensors, in_memory
-from megascale_omni.experts.completion import OFF, leased
+from megascale_omni.experts.completion import leased
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
+from megascale_omni.optimizer.coming import ComingStep
 from megascale_omni.optimizer.fetch import PageFetcher
-from megascale_omni.optimizer.history import History, StepRecord
+from megascale_omni.optimizer.history import History
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import ABSENT
@@ -85,7 +86,7 @@ class PagedAdam:
         self.history = History()
         self.num_steps = 0
         self.before_step: Callable[[], None] = lambda: None  # who wants to know before anything changes
-        self._opened: list[StepRecord] = []  # the coming step, where pages have taken it already
+        self._coming = ComingStep()
         self._owned_names: dict[PagedExperts, set[PageName]] = {}
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
@@ -133,7 +134,8 @@ class PagedAdam:
         without a gradient wait (see [Note: deferred steps]). A collective of the shards' group where state is sharded:
         updated weights go to every rank.
         """
-        records = self._close(clip_coefficient)
+        clipped = clip_coefficient is not None
+        records = self._coming.close(self.param_groups, step=self.num_steps + 1, clipped=clipped)
         self.num_steps += 1
         for index, record in enumerate(records):
             self.history.append(index, record)
@@ -166,26 +168,12 @@ class PagedAdam:
             ids = experts.page_ids(Plane.GRADIENT, names)
             experts.manager.drop(ids[experts.manager.table.tier[ids] != ABSENT])
 
-    def _coming(self) -> list[StepRecord]:
-        """The step that comes next, by the groups' settings."""
-        return [
-            StepRecord(
-                step=self.num_steps + 1,
-                lr=float(group["lr"]),
-                weight_decay=float(group["weight_decay"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-            )
-            for group in self.param_groups
-        ]
-
     # -- a step that begins in the backward ----------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
         """Whether pages have been stepped at once since the last :meth:`step`, which has to complete their step."""
-        return bool(self._opened)
+        return self._coming.is_open
 
     def planes_at_once(self, experts: PagedExperts) -> tuple[Plane, ...] | None:
         """Planes beside weight and gradient that the step of a page works on; None for modules not stepped here."""
@@ -196,18 +184,10 @@ class PagedAdam:
     @torch.no_grad()
     def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
         """Applies the step that comes next to a page whose gradient is complete; :meth:`step` does so to the others."""
-        if not self._opened:
+        if not self._coming.is_open:
             self.before_step()
-            self._opened = self._coming()
+            self._coming.open(self.param_groups, step=self.num_steps + 1)
         self._step_page(experts, name, pages, None)
-
-    def _close(self, clip_coefficient: float | Mapping[PagedExperts, float] | None) -> list[StepRecord]:
-        opened, self._opened = self._opened, []
-        coming = self._coming()
-        if opened and (opened != coming or clip_coefficient is not None):
-            what = f"settings changed from {opened} to {coming}" if opened != coming else "gradients are to be clipped"
-            raise RuntimeError(f"{what} after experts were stepped in the backward; {OFF}")
-        return coming
 
     def _last_step(self, experts: PagedExperts, name: PageName) -> int:
         return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
@@ -236,7 +216,7 @@ class PagedAdam:
             gradient.mul_(clip)
         p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
         for region, group in self._regions(experts, name):
-            records = (*self.history.since(group, last), *self._opened[group : group + 1])
+            records = (*self.history.since(group, last), *self._coming.opened[group : group + 1])
             self.arithmetic.advance(p=p[region], m=m[region], v=v[region], g=gradient[region], records=records)
         self._applied(experts, name, pages)
 

@@ -66,7 +66,8 @@ def _rows(comparison: Comparison) -> list[tuple[Cell, ...]]:
 def _of_limited(limited: Limited) -> str:
     became = "; ".join(f"{run.name}: {run.describe()}" for run in limited.runs)
     return (
-        f"with {plain_bytes(limited.limit_bytes)} of memory a process: {became}; "
+        f"with {plain_bytes(limited.limit_bytes)} of private memory a process (heaps and stacks, no shared libraries): "
+        f"{became}; "
         f"losses as without the limit to {limited.loss_difference:.1e}"
     )
 

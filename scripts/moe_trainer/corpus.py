@@ -18,6 +18,10 @@ VOCABULARY_SIZE = 256
 END_OF_DOCUMENT = 0
 """Stands between the files of a folder; files that contain this byte are not text and are left out."""
 
+_LOOKED_AT = 1 << 16
+_MOST_CONTROLS = 0.05
+"""Share of control characters from which a file is not taken for text; of random bytes 11 % are."""
+
 ByteArray = npt.NDArray[np.uint8]
 
 
@@ -46,9 +50,20 @@ def read_corpus(path: str | Path) -> Corpus:
             raise UsageError(f"--data-path {path} is empty")
         else:
             corpus = Corpus(np.memmap(path, dtype=np.uint8, mode="r"), files=1)
+            _refuse_binary(path, corpus.tokens[:_LOOKED_AT])
     except OSError as error:
         raise UsageError(f"--data-path {path} cannot be read: {error.strerror or error}") from error
     return corpus
+
+
+def _refuse_binary(path: Path, start: ByteArray) -> None:
+    """Random bytes would train, to no end: a file of tokens or an archive is taken for what it is."""
+    strange = (start < ord(" ")) & ~np.isin(start, np.frombuffer(b"\t\n\v\f\r", dtype=np.uint8))
+    if strange.mean() > _MOST_CONTROLS:
+        raise UsageError(
+            f"--data-path {path} is not text: {100 * strange.mean():.0f} % of its first {len(start)} bytes are control "
+            "characters; give a text file, or a folder of them (tokens are made here, one a byte)"
+        )
 
 
 def _read_folder(folder: Path) -> Corpus:

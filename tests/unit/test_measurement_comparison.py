@@ -143,7 +143,8 @@ def test_the_table_says_what_paging_costs_and_who_dies(with_budget, capsys):
     printed = capsys.readouterr().out
     for text in (
         "megascale 25%: a step takes 2.00 times stock's, with 0.20 of its expert state in memory",
-        "with 512 MiB of memory a process: stock: out of memory; megascale 25%: trains (2 steps)",
+        "with 512 MiB of private memory a process (heaps and stacks, no shared libraries): stock: out of memory; "
+        "megascale 25%: trains (2 steps)",
         "pages read a step",
     ):
         assert text in printed

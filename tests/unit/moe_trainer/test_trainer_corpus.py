@@ -1,5 +1,6 @@
 """Reading, splitting and drawing from a corpus."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,11 @@ class TestReading:
         [
             (lambda path: None, "cannot be read: No such file"),
             (lambda path: path.write_bytes(b""), "is empty"),
+            (lambda path: path.write_bytes(random.Random(1).randbytes(4096)), r"is not text: 1\d % of its first 4096"),
+            (lambda path: path.write_text("UTF-16 has a zero for every letter", encoding="utf-16"), "is not text: 4"),
             (lambda path: path.mkdir(), "holds no text"),
         ],
-        ids=["missing", "empty", "folder without text"],
+        ids=["missing", "empty", "random bytes", "UTF-16", "folder without text"],
     )
     def test_nothing_to_read_is_one_clear_error(self, tmp_path: Path, make, message: str) -> None:
         make(tmp_path / "corpus")
@@ -79,12 +82,12 @@ class TestSplit:
 
     def test_ranges_are_contiguous_and_disjoint(self, tmp_path: Path) -> None:
         path = tmp_path / "corpus"
-        path.write_bytes(bytes(range(1, 101)))
+        path.write_bytes(bytes(range(101, 201)))
         train, valid = split_corpus(read_corpus(path), "80,20", sequence_length=4, validate=True)
         assert valid is not None
-        assert train.windows([0]).tolist() == [[1, 2, 3, 4, 5]]
-        assert train.windows([len(train) - 1]).max() == 77
-        assert valid.windows([0]).tolist() == [[81, 82, 83, 84, 85]]
+        assert train.windows([0]).tolist() == [[101, 102, 103, 104, 105]]
+        assert train.windows([len(train) - 1]).max() == 177
+        assert valid.windows([0]).tolist() == [[181, 182, 183, 184, 185]]
         assert (len(train), len(valid)) == (19, 4)
 
     @pytest.mark.parametrize(("length", "validate", "name"), [(90, False, "training"), (12, True, "validation")])

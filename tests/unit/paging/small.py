@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megascale_omni.config import Checksum
@@ -106,3 +107,14 @@ class Pages:
     def tier(self, expert: int, plane: Plane = Plane.WEIGHT) -> str:
         """Where an expert's first page is."""
         return self.manager.table.state(self.id(expert, plane)).value
+
+
+@pytest.fixture(autouse=True)
+def one_page_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a module that imports it: batches, and so waves, are single pages."""
+    monkeypatch.setattr("megascale_omni.paging.batches.BATCH_BYTES", SLOT)
+
+
+def resident(pages: Pages) -> list[int]:
+    """Experts whose weight pages are in the device arena."""
+    return [expert for expert in range(pages.module.entry.num_experts) if pages.tier(expert) == "active"]
