@@ -96,7 +96,7 @@ def check_shape(
         raise UsageError(f"the checkpoint {path} was saved with --no-save-optim: load it with --no-load-optim")
     if elastic:
         return
-    layouts = ["expert_model_parallel_size"]
+    layouts = [] if args.megascale else ["expert_model_parallel_size"]  # paged experts have no layout of their own
     if args.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False):
         layouts += ["pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
     for name in layouts:
