@@ -83,7 +83,7 @@ def freeze_and_ask(rank: int, world: int, *, corpus: str, folder: str, options: 
             found["states"].append(decisions(keeper_of(run)))
         found["tokens"] = tokens_of(run)
         found["counts"] = dict(keeper_of(run).counts)
-        found["first"] = keeper_of(run)._agreed.exchange.first
+        found["first"] = keeper_of(run)._agreed.exchange.first  # type: ignore[union-attr]
         paged_modules(run)[0].manager.check_integrity()
     return found
 

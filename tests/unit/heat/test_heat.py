@@ -287,7 +287,7 @@ def test_replicas_freeze_what_none_of_them_needs(tmp_path, frozen):
         assert [one.pages.tier(e) for e in (3, 4, 5)] == ["active", "evicted", "evicted"]
         one.pages.check()
         out = one.keeper.frozen(0)
-        assert (out is None) if frozen == "wake" else (out.tolist() == [False] * 4 + [True] * 2)
+        assert (out is None) if frozen == "wake" else (out.tolist() == [False] * 4 + [True] * 2)  # type: ignore[union-attr]
 
 
 def test_owners_know_the_states_of_all_experts_and_freeze_their_own(tmp_path):
@@ -295,7 +295,7 @@ def test_owners_know_the_states_of_all_experts_and_freeze_their_own(tmp_path):
         tmp_path, [[[0, 1, 2, 3, 4, 5]] * 9, [[0, 1]] * 9], replicas=False, config=replace(QUICK, frozen="reroute")
     )
     out = [False] * 8 + [True] * 4
-    assert [one.keeper.frozen(0).tolist() for one in kept] == [out, out]
+    assert [one.keeper.frozen(0).tolist() for one in kept] == [out, out]  # type: ignore[union-attr]
     assert kept[0].states.count(F) == 0
     assert [kept[1].states[e] is F for e in range(6)] == out[6:]
     assert kept[0].keeper.counts["frozen"] == 0
@@ -318,7 +318,7 @@ def test_where_ranks_agree_an_expert_that_is_probed_wakes_however_long_it_takes(
     for _ in range(8):
         pages.step({0: 100})
     assert pages.states.count(F) == 5
-    assert pages.keeper.frozen(0).sum() == 5
+    assert pages.keeper.frozen(0).sum() == 5  # type: ignore[union-attr]
     woken = 0
     for _ in range(6):
         pages.step({0: 100, 1: 90, 2: 90, 3: 90, 4: 90})

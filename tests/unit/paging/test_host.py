@@ -50,7 +50,7 @@ def test_a_page_is_in_one_tier_only(tmp_path):
 def test_clean_pages_that_are_needed_later_make_room_at_once(tmp_path):
     pages = settled(Pages(tmp_path, experts=6, slots=2, host_slots=2))
     table = pages.manager.table
-    pages.manager.outlook.next_use = lambda ids: -table.last_use[ids].astype(float)  # type: ignore[method-assign]
+    pages.manager.outlook.next_use = lambda ids: -table.last_use[ids].astype(float)  # type: ignore[method-assign, assignment]
     for _ in range(2):  # every page has been on disk, and is clean
         for expert in range(6):
             pages.read(expert)
@@ -110,7 +110,7 @@ def test_a_page_that_is_needed_later_than_all_in_host_memory_goes_on_to_disk(tmp
     for expert in cold:
         pages.manager.table.dirty[pages.id(expert)] = False  # as if they had been on disk before
     late = {pages.id(expert): float(time) for time, expert in enumerate([*cold, *away, *active])}
-    pages.manager.outlook.next_use = lambda ids: np.array([late[i] for i in ids.tolist()])  # type: ignore[method-assign]
+    pages.manager.outlook.next_use = lambda ids: np.array([late[i] for i in ids.tolist()])  # type: ignore[method-assign, assignment]
     admit = pages.manager.pager.host.admit
     assert admit(pages.id(active[1])) is None
     assert [pages.tier(e) for e in cold] == ["cold", "cold"]
@@ -139,7 +139,7 @@ def test_a_failed_write_from_host_memory_names_the_page(tmp_path):
     def fails(offset: int, slot: torch.Tensor, *, name) -> None:
         raise PageIoError(f"{name()}: no space")
 
-    disk.write = fails  # type: ignore[method-assign]
+    disk.write = fails  # type: ignore[method-assign, assignment]
     pages.manager.table.dirty[pages.id(cold)] = True
     pages.manager.pager.host._sink(pages.id(cold))
     pages.jobs.complete_all()
