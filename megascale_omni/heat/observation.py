@@ -117,6 +117,8 @@ def draw_report(folder: str | Path) -> list[Path]:
     if all(report.heat for report in reports):
         draw_heat(reports, heat)
         drawn.append(heat)
+    else:
+        logger.info("no %s: the run ended before heat.refresh_steps steps, or with heat.enabled false", heat)
     if all(len(report.steps) > 1 for report in reports):
         draw_residency(reports, residency)
         drawn.append(residency)

@@ -23,7 +23,7 @@ def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
     """
     length = min((len(report.steps) for report in reports), default=0)
     if length < 2:
-        raise ValueError("the report has no steps: the run ended before its third step began")
+        raise ValueError("the report has fewer than two steps: the run ended before the end of its second one")
 
     def total(*keys: str) -> np.ndarray:
         return np.sum([_column(report, length, *keys) for report in reports], axis=0)  # type: ignore[no-any-return]
@@ -32,7 +32,6 @@ def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
         return np.diff(total("counts", key), prepend=0.0)
 
     stalls = np.max([np.diff(_column(r, length, "counts", "stall_microseconds"), prepend=0) for r in reports], axis=0)
-    seconds = _column(reports[0], length, "seconds")
     return {
         "step": _column(reports[0], length, "step"),
         **{tier: total("tiers", tier) for tier in TIER_COLOURS},
@@ -41,7 +40,7 @@ def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
         "written": rate("bytes_written"),
         "lru": rate("bytes_loaded_by_lru"),
         "stall_seconds": stalls / 1e6,
-        "seconds": np.diff(seconds, prepend=seconds[0]),
+        "seconds": _column(reports[0], length, "step_seconds"),
     }
 
 
@@ -96,7 +95,7 @@ def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     stalls.set_xlabel("training step")
     stalls.set_ylim(bottom=0)
     share = series["stall_seconds"][1:].sum() / max(series["seconds"][1:].sum(), 1e-9)
-    stalls.set_title(f"{100 * share:.0f} % of the time is spent waiting for pages", loc="left")
+    stalls.set_title(f"{100 * share:.0f} % of the time is spent waiting for pages (first step left out)", loc="left")
     stalls.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
     save(figure, path)
 
