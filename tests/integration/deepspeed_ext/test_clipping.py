@@ -89,9 +89,9 @@ def test_models_without_experts_are_clipped_too(pools: Pools, kind: str) -> None
 
 @pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True)])
 def test_what_zero_would_step_by_is_what_is_clipped(pools: Pools, stage: int, offload: bool) -> None:
-    """It keeps the last gradient of parameters that a step does not reach, and steps by it again."""
+    """The last gradient of parameters that a step does not reach is stepped by again; on the CPU the clipped one."""
     for with_images, without in pools[2].run(clipping.encoder_norms, stage=stage, offload=offload):
-        assert with_images == without > 0
+        assert 0 < without < with_images if offload else without == with_images > 0
 
 
 def test_ranks_that_hold_nothing_join(pools: Pools) -> None:
