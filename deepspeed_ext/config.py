@@ -58,8 +58,6 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
             config = MegaScaleConfig.from_mapping(sections)
     except ValueError as error:
         raise ValueError(f'"{SECTION}" section: {error}') from error
-    if config.clip.skips_nonfinite:
-        raise ValueError(f'"{SECTION}": {{"clip": ...}} is not supported with DeepSpeed; leave it out')
     for section, option, value in (("heat", "frozen", "reroute"), ("paging", "prefetch", "early-router")):
         if getattr(getattr(config, section), option) == value:
             raise ValueError(f'"{SECTION}": "{option}": "{value}" is not supported with DeepSpeed; leave it out')
