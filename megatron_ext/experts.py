@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +131,12 @@ class MegaScaleExperts(PagedExperts):
             x_Nh = (probs_N.unsqueeze(-1) * x_Nh).to(x_Nh.dtype)
             return super().forward(x_Nh, tokens_per_expert.tolist(), None), None
         return super().forward(x_Nh, tokens_per_expert.tolist(), probs_N), None
+
+    def compute(
+        self, x_Th: torch.Tensor, counts: Sequence[int], probs_N: torch.Tensor, index_N: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum ``[T, h]`` of each token's experts; see :meth:`PagedExperts.forward`."""
+        return super().forward(x_Th, counts, probs_N, index_N)
 
     def _apply(self, fn: Any, recurse: bool = True) -> MegaScaleExperts:  # noqa: ANN401 - torch's own signature
         """Module-wide conversions may change nothing about pages: these keep the dtype they were made with."""

@@ -10,12 +10,14 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext import support
 from megatron_ext.dispatcher import GroupsTokenDispatcher
 from megatron_ext.experts import MegaScaleExperts
+from megatron_ext.local_dispatch import LocalTokenDispatcher, takes_the_place_of
 from megatron_ext.patches import active_runtime
 from megatron_ext.runtime import Runtime
 
@@ -43,17 +45,32 @@ class MegaScaleMoELayer(MoELayer):
         )
         self._runtime = runtime
         self._settled = False
+        groups = pg_collection or get_default_pg_collection()
         if runtime.config.distributed.dispatcher == "groups":
-            self._use_groups(runtime, pg_collection or get_default_pg_collection())
+            self._use_groups(runtime, groups)
+        elif takes_the_place_of(self.token_dispatcher):
+            self._dispatch_with(LocalTokenDispatcher(self.config, groups))
 
     def _use_groups(self, runtime: Runtime, groups: ProcessGroupCollection) -> None:
         experts = self.experts
         assert isinstance(experts, MegaScaleExperts)
         members = torch.distributed.get_process_group_ranks(groups.ep)
-        self.token_dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
-        runtime.observation.dispatchers.append(self.token_dispatcher.core)
+        dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
+        runtime.observation.dispatchers.append(dispatcher.core)
+        self._dispatch_with(dispatcher)
+
+    def _dispatch_with(self, dispatcher: MoETokenDispatcher) -> None:
+        self.token_dispatcher = dispatcher
         if self.use_shared_expert and self.shared_expert_overlap:
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
+            dispatcher.set_shared_experts(self.shared_experts)
+
+    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """As stock's: what the experts make of dispatched tokens, ready to be combined."""
+        dispatcher, experts = self.token_dispatcher, self.experts
+        if not isinstance(dispatcher, LocalTokenDispatcher):
+            return super().routed_experts_compute(hidden_states, probs)  # type: ignore[no-any-return]
+        assert isinstance(experts, MegaScaleExperts)
+        return dispatcher.compute(experts, hidden_states, probs), None
 
     def set_layer_number(self, layer_number: int) -> None:
         """As stock; experts go where the placement has them in this layer. A collective where there is one."""

@@ -1,4 +1,4 @@
-"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and three functions.
+"""All that MegaScale changes in stock Megatron-Core, in one place: what two classes make, and two functions.
 
 [Note: patching construction]
 Stock names its classes in many modules, some of them by ``from ... import``. Replacing a name reaches only those who
@@ -216,7 +216,6 @@ def _all_patches(config: MegaScaleConfig) -> list[Patch]:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_ext.chunks import sort_chunks
     from megatron_ext.distributed import MegaScaleDDP, tell_micro_batches
     from megatron_ext.layer import MegaScaleMoELayer
     from megatron_ext.optimizer import build_optimizer
@@ -225,7 +224,6 @@ def _all_patches(config: MegaScaleConfig) -> list[Patch]:
         MakeSubclass("moe_layer", MoELayer, MegaScaleMoELayer),
         MakeSubclass("ddp", DistributedDataParallel, MegaScaleDDP),
         WrapFunction("optimizer", "megatron.core.optimizer", "get_megatron_optimizer", build_optimizer),
-        WrapFunction("chunks", "megatron.core.transformer.moe.moe_utils", "sort_chunks_by_idxs", sort_chunks),
         WrapFunction("micro_batches", schedules.__name__, "forward_step", tell_micro_batches),
     ]
     if config.clip.is_cmsa and config.clip.alpha == "auto":

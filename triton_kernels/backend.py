@@ -24,7 +24,8 @@ from megascale_omni.paging.leases import Lease, Wave
 from megascale_omni.paging.planes import Plane
 
 if TYPE_CHECKING:
-    from megascale_omni.experts.function import ExpertsContext, Rows
+    from megascale_omni.experts.function import ExpertsContext
+    from megascale_omni.experts.rows import Rows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,10 +60,12 @@ class TritonBackend:
         rows: Rows,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, bool],
+        *,
+        gx_Nh: torch.Tensor | None,
     ) -> TritonBackward:
         """See the protocol."""
-        return TritonBackward(_Call(self, context, rows, gy_Nh.dtype), saved, gy_Nh, needs)
+        return TritonBackward(_Call(self, context, rows, gy_Nh.dtype), saved, gy_Nh, needs, gx_Nh=gx_Nh)
 
 
 class _Call:
@@ -181,17 +184,18 @@ class TritonBackward:
         call: _Call,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, bool],
+        *,
+        gx_Nh: torch.Tensor | None,
     ) -> None:
         x_Nh, probs_N, flat = saved
-        needs_x, needs_probs, _ = needs  # whether weights need any, the waves say
+        needs_probs, _ = needs  # whether weights need any, the waves say
         self._call, self._x, self._probs, self._flat, self._gy = call, x_Nh, _plain(probs_N), flat, gy_Nh
         self._down_biases = _DownBiases(call)
-        self.gx_Nh = torch.empty_like(x_Nh) if needs_x else None
         self.gprobs_N = None
         if needs_probs and probs_N is not None:
             self.gprobs_N = torch.zeros_like(probs_N, dtype=torch.float32)
-        self._inputs = None if self.gx_Nh is None else _SliceSums(call, "input_gradient", "fc1", self.gx_Nh)
+        self._inputs = None if gx_Nh is None else _SliceSums(call, "input_gradient", "fc1", gx_Nh)
 
     def wave(self, wave: Wave) -> None:
         """See the protocol."""

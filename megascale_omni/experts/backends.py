@@ -15,7 +15,8 @@ from megascale_omni.config import BackendChoice
 from megascale_omni.paging.leases import Wave
 
 if TYPE_CHECKING:
-    from megascale_omni.experts.function import ExpertsContext, Rows
+    from megascale_omni.experts.function import ExpertsContext
+    from megascale_omni.experts.rows import Rows
 
 
 class ForwardCall(Protocol):
@@ -30,11 +31,9 @@ class BackwardCall(Protocol):
     """One backward; after the last wave the gradients are whole.
 
     Attributes:
-        gx_Nh: gradient of the tokens, None where not needed.
         gprobs_N: gradient of the probabilities in their dtype or fp32, None where not needed.
     """
 
-    gx_Nh: torch.Tensor | None
     gprobs_N: torch.Tensor | None
 
     def wave(self, wave: Wave) -> None:
@@ -66,9 +65,14 @@ class Backend(Protocol):
         rows: Rows,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, bool],
+        *,
+        gx_Nh: torch.Tensor | None,
     ) -> BackwardCall:
-        """A call for ``saved`` (tokens, probabilities, pre-activations); ``needs`` says which gradients are wanted."""
+        """A call for ``saved`` (tokens, probabilities, pre-activations) that fills ``gx``, the gradient of the tokens.
+
+        ``needs``: whether gradients of probabilities and of weights are wanted.
+        """
         ...
 
 
@@ -112,6 +116,6 @@ def backend_for(*, device: torch.device, choice: BackendChoice) -> Backend:
         from megascale_omni.kernels.backend import TritonBackend
 
         return TritonBackend(device)
-    from megascale_omni.experts.function import TorchBackend
+    from megascale_omni.experts.torch_backend import TorchBackend
 
     return TorchBackend()

@@ -10,8 +10,10 @@ import torch
 from megascale_omni.checkpoint.scratch import MakeTensors
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
-from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction, Rows, TorchBackend
+from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
 from megascale_omni.experts.products import Products
+from megascale_omni.experts.rows import Rows
+from megascale_omni.experts.torch_backend import TorchBackend
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.leases import Lease
@@ -102,23 +104,32 @@ class PagedExperts(torch.nn.Module):
         self._anchor.requires_grad_(requires_grad)
         return self
 
-    def forward(self, x_Nh: torch.Tensor, counts: Sequence[int], probs_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Experts' outputs ``[N, h]`` for tokens sorted by expert; ``counts[e]`` rows belong to local expert ``e``.
+    def forward(
+        self,
+        x: torch.Tensor,
+        counts: Sequence[int],
+        probs_N: torch.Tensor | None = None,
+        index_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Experts' outputs ``[N, h]`` for rows ``x [N, h]`` sorted by expert; ``counts[e]`` of them belong to expert e.
 
-        ``probs_N`` scales each token's activation before the down projection; None scales nothing.
+        ``probs_N`` scales each row's activation before the down projection; None scales nothing. With ``index_N``
+        (int64) ``x`` are tokens ``[T, h]``, row ``n`` is token ``index_N[n]``, and the result is the sum ``[T, h]`` of
+        each token's outputs.
         """
-        if sum(counts) != x_Nh.shape[0] or len(counts) != self.num_experts:
+        num_rows = x.shape[0] if index_N is None else index_N.shape[0]
+        if sum(counts) != num_rows or len(counts) != self.num_experts:
             raise RuntimeError(
                 f"{self.path}: {len(counts)} experts with {sum(counts)} tokens were announced, "
-                f"{self.num_experts} experts with {x_Nh.shape[0]} tokens are here"
+                f"{self.num_experts} experts with {num_rows} tokens are here"
             )
         if self.fetch is not None:
             self.fetch([expert for expert, count in enumerate(counts) if count])
         keep = torch.is_grad_enabled() and (
-            x_Nh.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
+            x.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
         )
         result: torch.Tensor = PagedExpertsFunction.apply(
-            x_Nh, probs_N, self._anchor, self.context, Rows.from_counts(counts), keep
+            x, probs_N, self._anchor, self.context, Rows.from_counts(counts), index_N, keep
         )
         return result
 

@@ -13,6 +13,7 @@ most one rounding of a number as large as the sum of the partial products' magni
 from __future__ import annotations
 
 import platform
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,10 @@ class Products(Protocol):
     """``out (+)= a b^T``, ``a b`` and ``a^T b`` for 2-D operands of one dtype."""
 
     name: str
+
+    def padded(self, rows: int, dtype: torch.dtype) -> int:
+        """Rows that a product of ``rows`` rows ``nt`` or ``nn`` is best given, ``rows`` or more."""
+        ...
 
     def nt(self, a_nk: torch.Tensor, b_mk: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
         """``out [n, m] (+)= a b^T``."""
@@ -48,6 +53,9 @@ class BlasProducts:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
 
+    def padded(self, rows: int, dtype: torch.dtype) -> int:
+        return rows
+
     def nt(self, a_nk: torch.Tensor, b_mk: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
         self._product(a_nk, b_mk.t(), out, accumulate)
 
@@ -58,22 +66,17 @@ class BlasProducts:
         self._product(a_kn.t(), b_km, out, accumulate)
 
     def _product(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        if a.dtype is torch.float32:
-            if accumulate:
-                out.addmm_(a, b)
-            else:
-                torch.mm(a, b, out=out)
-            return
         if out.dtype is a.dtype and not accumulate:
             torch.mm(a, b, out=out)
-            return
-        # See [Note: products and rounding].
-        partial = self._workspace.take("product", (a.shape[0], b.shape[1]), a.dtype)
-        torch.mm(a, b, out=partial)
-        if accumulate:
-            out.add_(partial)
-        else:
-            out.copy_(partial)
+        elif a.dtype is torch.float32:
+            out.addmm_(a, b)
+        else:  # see [Note: products and rounding]
+            partial = self._workspace.take("product", (a.shape[0], b.shape[1]), a.dtype)
+            torch.mm(a, b, out=partial)
+            if accumulate:
+                out.add_(partial)
+            else:
+                out.copy_(partial)
 
 
 ROW_QUANTUM = 32
@@ -85,67 +88,77 @@ _FEW_ROWS = 16
 
 
 class OneDnnProducts(BlasProducts):
-    """fp32 products through oneDNN's inner product, everything else as :class:`BlasProducts`.
+    """fp32 products through oneDNN's matrix product, everything else as :class:`BlasProducts`.
 
     torch sends fp32 ``mm`` to MKL, which on processors of other vendors does not use their widest instructions:
-    measured 200 against 430 GFLOP/s on two cores of an AVX-512 EPYC. oneDNN generates code for what the processor has.
+    measured 190 against 370 GFLOP/s on two cores of an AVX-512 EPYC. oneDNN generates code for what the processor has.
+
+    [Note: fp32 by oneDNN]
+    torch hands an fp32 ``mm`` to oneDNN where a precision below fp32 is allowed for it. That allows oneDNN, but does
+    not ask it, to convert operands; on processors without instructions for that it computes in fp32, and only there is
+    this class used (see :func:`onednn_keeps_fp32`). The permission is given for the time of a call.
 
     [Note: row quantum]
     Token counts differ at every call, and few row counts are to have a kernel. So a product takes whole blocks of rows
     where they are, and a copy of the rest in a buffer of a multiple of the quantum (what its other rows give is not
-    used). Where tokens are what is summed over, both operands are copied with zeros behind them. Either way the result
-    follows from the operands' shapes and values alone.
+    used), unless it is given as many rows as :meth:`padded` says. Where tokens are what is summed over, both operands
+    are copied with zeros behind them. Either way the result follows from the operands' shapes and values alone.
     """
 
     name = "onednn"
 
+    def padded(self, rows: int, dtype: torch.dtype) -> int:
+        if dtype is not torch.float32 or rows <= _FEW_ROWS:
+            return rows
+        whole = rows // ROW_BLOCK * ROW_BLOCK
+        return whole + -(-(rows - whole) // ROW_QUANTUM) * ROW_QUANTUM
+
     def nt(self, a_nk: torch.Tensor, b_mk: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        if a_nk.dtype is torch.float32:
-            self._rows(a_nk, b_mk, out, accumulate)
-        else:
-            self._product(a_nk, b_mk.t(), out, accumulate)
+        self.nn(a_nk, b_mk.t(), out=out, accumulate=accumulate)
 
     def nn(self, a_nk: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        if a_nk.dtype is torch.float32:
-            self._rows(a_nk, b_km.t(), out, accumulate)
-        else:
+        n = a_nk.shape[0]
+        if a_nk.dtype is not torch.float32 or n <= _FEW_ROWS:
             self._product(a_nk, b_km, out, accumulate)
+            return
+        whole = n // ROW_BLOCK * ROW_BLOCK
+        rest = n - whole
+        with _OneDnnForFp32():
+            if whole and rest:
+                self._product(a_nk[:whole], b_km, out[:whole], accumulate)
+                a_nk, out = a_nk[whole:], out[whole:]
+            if rest % ROW_QUANTUM == 0:
+                self._product(a_nk, b_km, out, accumulate)
+            else:
+                self._padded_product(a_nk, b_km, out, accumulate)
+
+    def _padded_product(self, a_nk: torch.Tensor, b_km: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+        n = a_nk.shape[0]
+        rows_nk = self._workspace.take("rows", (padded_rows(n), a_nk.shape[1]), a_nk.dtype)
+        rows_nk[:n].copy_(a_nk)
+        result_nm = self._workspace.take("result", (rows_nk.shape[0], b_km.shape[1]), a_nk.dtype)
+        self._product(rows_nk, b_km, result_nm, accumulate=False)
+        if accumulate:
+            out.add_(result_nm[:n])
+        else:
+            out.copy_(result_nm[:n])
 
     def tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        k, n = a_kn.shape
-        if a_kn.dtype is not torch.float32 or k < ROW_QUANTUM:
+        k = a_kn.shape[0]
+        if a_kn.dtype is not torch.float32 or k <= _FEW_ROWS:
             self._product(a_kn.t(), b_km, out, accumulate)
             return
         padded = padded_rows(k)
-        # A contiguous left operand is worth its copy: 447 against 211 GFLOP/s at 128 x 512 x 512.
-        left_nk = self._workspace.take("left", (n, padded), a_kn.dtype)
-        left_nk[:, :k].copy_(a_kn.t())
-        right_km = b_km
         if padded > k:
-            left_nk[:, k:].zero_()
-            right_km = self._workspace.take("right", (padded, b_km.shape[1]), b_km.dtype)
-            right_km[:k].copy_(b_km)
-            right_km[k:].zero_()
-        _put(_inner_product(left_nk, right_km.t()), out, accumulate)
+            a_kn, b_km = self._zero_padded("left", a_kn, padded), self._zero_padded("right", b_km, padded)
+        with _OneDnnForFp32():
+            self._product(a_kn.t(), b_km, out, accumulate)
 
-    def _rows(self, a_nk: torch.Tensor, b_mk: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        """``out (+)= a b^T``; see [Note: row quantum]."""
-        n = a_nk.shape[0]
-        whole = n // ROW_BLOCK * ROW_BLOCK
-        if whole:
-            _put(_inner_product(a_nk[:whole], b_mk), out[:whole], accumulate)
-        if whole == n:
-            return
-        rest_nk, rest_out = (a_nk, out) if not whole else (a_nk[whole:], out[whole:])
-        padded = padded_rows(n - whole)
-        if n - whole <= _FEW_ROWS:
-            self._product(rest_nk, b_mk.t(), rest_out, accumulate)
-        elif padded == n - whole:
-            _put(_inner_product(rest_nk, b_mk), rest_out, accumulate)
-        else:
-            padded_nk = self._workspace.take("rows", (padded, a_nk.shape[1]), a_nk.dtype)
-            padded_nk[: n - whole].copy_(rest_nk)
-            _put(_inner_product(padded_nk, b_mk)[: n - whole], rest_out, accumulate)
+    def _zero_padded(self, name: str, rows: torch.Tensor, padded: int) -> torch.Tensor:
+        copy = self._workspace.take(name, (padded, rows.shape[1]), rows.dtype)
+        copy[: len(rows)].copy_(rows)
+        copy[len(rows) :].zero_()
+        return copy
 
 
 def padded_rows(rows: int) -> int:
@@ -154,21 +167,45 @@ def padded_rows(rows: int) -> int:
     return -(-rows // quantum) * quantum
 
 
-def _inner_product(a_nk: torch.Tensor, b_mk: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a_nk, b_mk, None, "none", [], "")
-    return result
+class _OneDnnForFp32:
+    """While it is open torch may give fp32 products to oneDNN; see [Note: fp32 by oneDNN]."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _precision()
+        _allow("bf16")
+
+    def __exit__(self, *error: object) -> None:
+        _allow(self._before)
 
 
-def _put(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    if accumulate:
-        out.add_(product)
-    else:
-        out.copy_(product)
+def _precision() -> str:
+    found: str = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
+    return found
 
 
-def onednn_available() -> bool:
-    """Whether this torch build offers oneDNN's fp32 inner product."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _allow(precision: str) -> None:
+    torch._C._set_fp32_precision_setter("mkldnn", "matmul", precision)
+
+
+@cache
+def onednn_keeps_fp32() -> bool:
+    """Whether torch computes fp32 products by oneDNN here where it may, and in fp32; found by computing some."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch._C, "_set_fp32_precision_setter"):
+        return False
+    left, right = (torch.linspace(1, 2, 256 * n).sin().view(n, 256) for n in (64, 256))
+
+    def products() -> list[torch.Tensor]:
+        return [torch.mm(left, right), torch.mm(left, right.t()), torch.mm(left.t(), left)]
+
+    usual = products()
+    with _OneDnnForFp32():
+        found = products()
+    left, right = left.double(), right.double()
+    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, products(), strict=True)]
+    used = not all(a.equal(b) for a, b in zip(found, usual, strict=True))  # another library, another order of sums
+    return used and all(float(error) < 1e-6 for error in errors)
 
 
 def is_intel_cpu() -> bool:
@@ -185,10 +222,11 @@ def products_for(*, device: torch.device, choice: ProductsChoice, workspace: Wor
     Raises:
         ValueError: ``onednn`` is asked for where it is not to be had.
     """
-    usable = device.type == "cpu" and onednn_available()
+    usable = device.type == "cpu" and onednn_keeps_fp32()
     if choice == "onednn" and not usable:
         raise ValueError(
-            f"products 'onednn' need a CPU and torch with oneDNN; the device is {device}: use 'auto' or 'blas'"
+            f"products 'onednn' need a CPU on which torch computes fp32 by oneDNN; the device is {device}: "
+            "use 'auto' or 'blas'"
         )
     if choice == "onednn" or (choice == "auto" and usable and not is_intel_cpu()):
         return OneDnnProducts(workspace)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
-from megascale_omni.experts.function import TorchBackend
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.products import BlasProducts
+from megascale_omni.experts.torch_backend import TorchBackend
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.kernels.backend import TritonBackend
 from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam

@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 
 
 def experts_of(kernels: bool, dtype: torch.dtype, rows: int) -> PagedExperts:
-    from megascale_omni.experts.function import TorchBackend
+    from megascale_omni.experts.torch_backend import TorchBackend
     from megascale_omni.kernels.backend import TritonBackend
 
     workspace = Workspace(CUDA)

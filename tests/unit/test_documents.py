@@ -71,7 +71,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_is_short(document: Path) -> None:
-    limit = 400 if document.name == "README.md" else 250  # its tour names every file
+    limit = {"README.md": 440, "ARCHITECTURE.md": 300}.get(document.name, 270)  # the tour names every file
     assert len(document.read_text().splitlines()) <= limit
 
 

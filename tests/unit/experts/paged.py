@@ -9,7 +9,7 @@ import torch
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.products import BlasProducts, OneDnnProducts, onednn_available
+from megascale_omni.experts.products import BlasProducts, OneDnnProducts, onednn_keeps_fp32
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager
@@ -21,7 +21,7 @@ HIDDEN, FFN = 24, 40
 CPU = torch.device("cpu")
 SWIGLU = Activation("silu", gated=True)
 GELU = Activation("gelu", gated=False)
-PRODUCTS = ["blas"] + (["onednn"] if onednn_available() else [])
+PRODUCTS = ["blas"] + (["onednn"] if onednn_keeps_fp32() else [])
 
 
 def small_experts(

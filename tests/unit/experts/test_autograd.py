@@ -171,3 +171,26 @@ def test_an_error_in_the_middle_of_a_wave_leaves_no_page_pinned():
     assert not experts.manager.table.pins.any()
     assert not experts.manager.present(experts.pages, Plane.GRADIENT).any()
     forward_backward(experts, batch)
+
+
+def test_a_kept_graph_may_be_walked_again_until_its_pre_activations_are_overwritten():
+    experts, batch = small_experts(bias=True), random_batch(COUNTS)
+    x, other = leaf(batch.x), leaf(batch.x * 2)
+    y = experts(x, batch.counts, batch.probs)
+    (once,) = torch.autograd.grad(y, x, batch.grad_y, retain_graph=True)
+    (again,) = torch.autograd.grad(y, x, batch.grad_y, retain_graph=True)
+    assert again.equal(once)
+    experts(other, batch.counts, batch.probs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, x, batch.grad_y)
+
+
+def test_forwards_that_are_alive_at_once_do_not_share_what_they_keep():
+    experts, batches = small_experts(bias=True), [random_batch(COUNTS) for _ in range(3)]
+    expected = [forward_backward(experts, batch) for batch in batches]
+    inputs = [leaf(batch.x) for batch in batches]
+    outputs = [experts(x, batch.counts, batch.probs) for x, batch in zip(inputs, batches, strict=True)]
+    for y, batch in reversed(list(zip(outputs, batches, strict=True))):
+        y.backward(batch.grad_y)
+    assert [grad_of(x).equal(e["x"]) for x, e in zip(inputs, expected, strict=True)] == [True] * 3
+    assert len(experts.context.workspace._given_back) == 3

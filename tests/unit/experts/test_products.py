@@ -11,7 +11,7 @@ from megascale_omni.experts.products import (
     BlasProducts,
     OneDnnProducts,
     is_intel_cpu,
-    onednn_available,
+    onednn_keeps_fp32,
     padded_rows,
     products_for,
 )
@@ -111,13 +111,48 @@ def test_a_product_does_not_depend_on_products_before_it(library, form):
             assert found.equal(fresh), (sizes, n)
 
 
+@pytest.mark.parametrize("accumulate", [False, True], ids=["store", "accumulate"])
+@pytest.mark.parametrize("form", ["nt", "nn"])
+@pytest.mark.parametrize("library", PRODUCTS)
+def test_a_wide_product_gives_its_first_rows_the_same_bits(library, form, accumulate):
+    products = make(library)
+    for n in (1, 16, 17, 32, 70, ROW_BLOCK - 3, ROW_BLOCK + 1, 2 * ROW_BLOCK + 40):
+        wide = products.padded(n, torch.float32)
+        left, right, _ = operands(form, wide, 40, 24, torch.float32)
+        left[n:] = torch.nan
+        out = torch.randn(wide, 40)
+        exact = out[:n].clone()
+        getattr(products, form)(left, right, out=out, accumulate=accumulate)
+        getattr(products, form)(left[:n], right, out=exact, accumulate=accumulate)
+        assert n <= wide < n + ROW_QUANTUM
+        assert out[:n].equal(exact), n
+    assert products.padded(70, torch.bfloat16) == 70
+
+
+@pytest.mark.skipif(not onednn_keeps_fp32(), reason="fp32 by oneDNN is not to be had here")
+def test_what_torch_may_do_with_fp32_is_as_before_after_a_product():
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", before):
+            matmul.fp32_precision = precision
+            operand, out = torch.ones(40, 40), torch.empty(40, 40)
+            make("onednn").nn(operand, operand, out=out)
+            assert matmul.fp32_precision == precision
+            with pytest.raises(RuntimeError, match=r"size|shape"):
+                make("onednn").nn(operand, torch.ones(3, 3), out=out)
+            assert matmul.fp32_precision == precision
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_few_row_counts_have_a_kernel():
     counts = {padded_rows(rows) for rows in range(1, 8 * ROW_BLOCK + 1)}
     assert len(counts) == ROW_BLOCK // ROW_QUANTUM + 7
     assert all(rows <= padded_rows(rows) for rows in range(1, 1000))
 
 
-@pytest.mark.skipif(not onednn_available(), reason="this torch build has no oneDNN")
+@pytest.mark.skipif(not onednn_keeps_fp32(), reason="fp32 by oneDNN is not to be had here")
 def test_the_library_follows_the_processor_and_can_be_chosen():
     def name(choice, device=CPU) -> str:
         return products_for(device=device, choice=choice, workspace=Workspace(CPU)).name
@@ -129,9 +164,11 @@ def test_the_library_follows_the_processor_and_can_be_chosen():
 
 
 def test_onednn_where_it_is_not_to_be_had_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="'onednn' need a CPU and torch with oneDNN; the device is cuda"):
+    with pytest.raises(
+        ValueError, match="'onednn' need a CPU on which torch computes fp32 by oneDNN; the device is cuda"
+    ):
         products_for(device=torch.device("cuda"), choice="onednn", workspace=Workspace(CPU))
-    monkeypatch.setattr("megascale_omni.experts.products.onednn_available", lambda: False)
+    monkeypatch.setattr("megascale_omni.experts.products.onednn_keeps_fp32", lambda: False)
     with pytest.raises(ValueError, match="use 'auto' or 'blas'"):
         products_for(device=CPU, choice="onednn", workspace=Workspace(CPU))
     assert products_for(device=CPU, choice="auto", workspace=Workspace(CPU)).name == "blas"
@@ -148,3 +185,20 @@ def test_a_workspace_lends_the_same_memory_again_and_grows():
     assert work.nbytes == 4 * 20 + 2 * 6 + 4 * 6
     work.clear()
     assert work.nbytes == 0
+
+
+def test_a_lent_buffer_is_its_borrowers_until_it_is_given_back():
+    work = Workspace(CPU)
+    first, second = work.lend(1000, torch.float32), work.lend(1000, torch.float32)
+    assert first.data_ptr() != second.data_ptr()
+    assert 1000 <= first.numel() <= 1125
+    work.give_back(first)
+    assert work.nbytes == 4 * first.numel()
+    with pytest.raises(RuntimeError, match="given back twice"):
+        work.give_back(first)
+    assert work.lend(1000, torch.bfloat16).dtype is torch.bfloat16  # another dtype takes the place of what is there
+    assert work.nbytes == 0
+    work.give_back(second)
+    assert work.lend(990, torch.float32) is second
+    assert work.lend(1, torch.float32).numel() == 1
+    assert work.lend(0, torch.float32).numel() == 0

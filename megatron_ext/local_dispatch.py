@@ -1,0 +1,77 @@
+"""Dispatch where all experts are on this rank: nothing is sent, and rows are gathered and summed with the experts."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ext.experts import MegaScaleExperts
+
+
+def takes_the_place_of(stock: MoETokenDispatcher) -> bool:
+    """Whether :class:`LocalTokenDispatcher` computes what a stock dispatcher does: one rank, no padding, no fusion."""
+    config: TransformerConfig = stock.config
+    return (
+        type(stock) in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+        and stock.ep_size == 1
+        and stock.tp_size == 1
+        and not config.moe_permute_fusion
+        and not config.moe_pad_expert_input_to_capacity
+        and not config.moe_router_padding_for_quantization
+        and not config.moe_apply_probs_on_input
+    )
+
+
+class LocalTokenDispatcher(MoETokenDispatcher):
+    """Takes the place of stock's dispatcher (see :func:`takes_the_place_of`); the layer asks it for the experts' sum.
+
+    Tokens ``[T, h]`` pass through: :meth:`compute` gives them to the experts with the index of their rows.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._shape: torch.Size | None = None
+        self._map_ET: torch.Tensor | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the routing; tokens ``[T, h]`` and the probabilities ``[N]`` of their rows."""
+        self._shape = hidden_states.shape
+        self._map_ET = routing_map.bool().T.contiguous()
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        return hidden_states.view(-1, hidden_states.shape[-1]), probs.T.contiguous().masked_select(self._map_ET)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """They are here."""
+        return hidden_states, probs
+
+    def compute(self, experts: MegaScaleExperts, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """The sum ``[T, h]`` of each token's experts."""
+        assert self._map_ET is not None
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        map_ET, self._map_ET = self._map_ET, None
+        tokens_ET = torch.arange(map_ET.shape[1], device=map_ET.device).expand_as(map_ET)
+        index_N = tokens_ET.masked_select(map_ET)
+        return experts.compute(hidden_states, map_ET.sum(1).tolist(), probs, index_N)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """They are here."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sums in the shape that the tokens had."""
+        assert self._shape is not None
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+        output = hidden_states.view(self._shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()

@@ -1,0 +1,70 @@
+"""Dispatch on one rank: the bits of stock's dispatchers around the same experts, where it takes their place."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+
+from megatron_ext import layer
+from megatron_ext.local_dispatch import LocalTokenDispatcher
+from tests.distributed.megatron_state import fresh_parallel_state
+from tests.unit.megatron_ext.layers import build, tokens
+
+ROUTES = [[0, 1], [1, 2], [], [2, 3], [3], [0, 1, 2, 3], [0, 2]]
+
+SHARED = {"moe_shared_expert_intermediate_size": 24}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "biases": {"bias": True, "gated": False},
+    "shared experts": SHARED,
+    "shared experts beside": {**SHARED, "moe_shared_expert_overlap": True},
+}
+
+
+def beside_stocks(rank: int, world: int, *, kind: str, dispatcher: str) -> None:
+    fresh_parallel_state()
+    ours = build(megascale=True, dispatcher=dispatcher, **KINDS[kind])
+    with mock.patch.object(layer, "takes_the_place_of", return_value=False):
+        stocks = build(megascale=True, dispatcher=dispatcher, **KINDS[kind])
+    assert type(ours.layer.token_dispatcher) is LocalTokenDispatcher
+    assert type(stocks.layer.token_dispatcher) in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+    dtype = torch.bfloat16 if "bf16" in KINDS[kind] else torch.float32
+    results = []
+    for side in (stocks, ours):
+        side.clear()
+        given = side.forward_backward(tokens(len(ROUTES), seed=3).to(dtype), ROUTES)
+        side.reduce()
+        results.append([*given, *side.experts_gradients().values()])
+    for stock, paged in zip(*results, strict=True):
+        assert stock.equal(paged)
+
+
+CASES = [(kind, dispatcher) for kind in KINDS for dispatcher in ("alltoall", "allgather")]
+CASES.remove(("shared experts beside", "allgather"))  # stock's all-gather dispatcher has no place for them
+
+
+@pytest.mark.parametrize(("kind", "dispatcher"), CASES)
+def test_the_bits_are_those_of_stocks_dispatcher(pools, kind: str, dispatcher: str) -> None:
+    pools[1].run(beside_stocks, kind=kind, dispatcher=dispatcher)
+
+
+def left_to_stock(rank: int, world: int, *, options: dict[str, Any]) -> None:
+    fresh_parallel_state()
+    assert type(build(megascale=True, **options).layer.token_dispatcher) is MoEAlltoAllTokenDispatcher
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+    ],
+    ids=["padded", "probabilities on the input"],
+)
+def test_what_it_does_not_compute_stays_with_stock(pools, options: dict[str, Any]) -> None:
+    pools[1].run(left_to_stock, options=options)
