@@ -93,6 +93,7 @@ def _finish(building: Path, target: Path, modules: list[DeepSpeedExperts], step:
         modules=[record_of(experts) for experts in modules],
         ranks=dist.get_world_size(),
         num_steps=step.adam.num_steps if step is not None else 0,
+        clip=step.clipping.state_dict() if step is not None and step.clipping is not None else None,
     )
     if target.exists():
         shutil.rmtree(target)
@@ -118,6 +119,8 @@ def _load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | Non
     if step is not None:
         step.gradients.drop()
         step.adam.set_num_steps(reader.num_steps if optimizer_states else 0)
+        if optimizer_states and step.clipping is not None and reader.clip is not None:
+            step.clipping.load_state_dict(reader.clip)
     for experts in modules:
         kept: set[tuple[int, int]] = set()
         if step is not None and experts in step.adam.bindings:

@@ -58,8 +58,6 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
             config = MegaScaleConfig.from_mapping(sections)
     except ValueError as error:
         raise ValueError(f'"{SECTION}" section: {error}') from error
-    if config.clip.skips_nonfinite:
-        raise ValueError(f'"{SECTION}": {{"clip": ...}} is not supported with DeepSpeed; leave it out')
     return Section(config=config, expert_parallel_size=ranks) if enabled else None
 
 

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import checkpoint, fp32, support
+from deepspeed_ext.clipping import ModuleClipping, monitor_events
 from deepspeed_ext.config import Section, section_of
 from deepspeed_ext.convert import Dtypes, Moved, page_hf_experts
 from deepspeed_ext.experts import DeepSpeedExperts, broadcast
 from deepspeed_ext.native import common_ranks, moe_layers, page_native_experts
+from deepspeed_ext.norms import SharedNorm
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
-from deepspeed_ext.run import run_for
+from deepspeed_ext.run import Run, run_for
 from deepspeed_ext.stepping import ExpertsStep
+from megascale_omni.clipping import ClipReport
 from megascale_omni.schedule import Phase
 
 
@@ -49,8 +53,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         support.check(config, mpu=mpu)
         # A generator of parameters would find no experts when they have moved.
         model_parameters = None if model_parameters is None else list(model_parameters)
-        moved = _moved(model, section, config)
-        run = moved.modules[0].run
+        run, moved = _moved(model, section, config)
         self.run = run
         self.modules_in_pages: list[DeepSpeedExperts] = moved.modules
         of_parameters = {id(experts) for experts, _ in moved.owner.values()}
@@ -97,12 +100,45 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             sharded=self.zero_optimization_stage() > 0,
             max_norm=float(self.gradient_clipping() or 0.0),
             average=bool(self.gradient_average),
+            model=self.module,
+            backwards=self._backwards_of_a_step,
         )
+        if not self.zero_optimization():  # ZeRO's own keeps what was reduced already
+            self._let_zero_grad_drop_pages()
+
+    def _backwards_of_a_step(self) -> int | None:
+        """Where the caller says when a step comes, nobody knows before."""
+        return int(self.gradient_accumulation_steps()) if self.managed_gradient_accumulation() else None
+
+    def _let_zero_grad_drop_pages(self) -> None:
+        """The optimizer's ``zero_grad`` makes gradient pages absent too."""
+        stock_zero_grad = self.optimizer.zero_grad
+
+        def zero_grad(_: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - stock's signature
+            stock_zero_grad(*args, **kwargs)
+            if self.experts_step is not None and not self._in_step:
+                self.experts_step.gradients.drop()
+
+        self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)
 
     def clip_fp32_gradients(self) -> None:
         """As stock, over both parts (a plain torch optimizer, ZeRO 0)."""
         assert self.experts_step is not None
-        self.experts_step.norm.clip_plain(list(self.module.parameters()))
+        if isinstance(self.experts_step.norm, SharedNorm):
+            self.experts_step.norm.clip_plain(list(self.module.parameters()))
+
+    @property
+    def clip_report(self) -> ClipReport | None:
+        """What clipping by module found and did at the last step; None without it. The same on every rank."""
+        step = self.experts_step
+        return None if step is None or step.clipping is None else step.clipping.report
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:  # noqa: ANN401
+        """As stock; where gradients are clipped by module, alpha is fitted to the losses."""
+        step = self.experts_step
+        if step is not None and isinstance(step.clipping, ModuleClipping):
+            step.clipping.clipper.report_loss(loss.detach())
+        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def _take_model_step(self, lr_kwargs: Any) -> None:  # noqa: ANN401
         step = self.experts_step
@@ -122,6 +158,8 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             if self._step_applied:
                 step.apply()
             step.gradients.drop()
+        if self.clip_report is not None and self.monitor.enabled and self.global_rank == 0:
+            self.monitor.write_events(monitor_events(self.clip_report, self.global_samples))
 
     def zero_grad(self) -> None:
         """As stock; gradient pages become absent."""
@@ -181,7 +219,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             raise ValueError("universal checkpoints are not supported with megascale; load the checkpoint itself")
         tag = checkpoint.tag_of(Path(load_dir), tag)
         folder = None if tag is None else Path(load_dir) / tag
-        if folder is not None and not checkpoint.has_pages(folder):
+        if folder is not None and self.modules_in_pages and not checkpoint.has_pages(folder):
             raise ValueError(
                 f"{folder} was saved without megascale: DeepSpeed's files have the experts in a layout that only stock "
                 "reads; load it in stock, save_pretrained() the model, and start from that"
@@ -196,7 +234,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
                 load_module_only,
                 custom_load_fn,
             )
-        if path is not None and folder is not None:
+        if path is not None and folder is not None and checkpoint.has_pages(folder):
             states = load_optimizer_states and not load_module_only
             checkpoint.load(folder, self.modules_in_pages, self.experts_step, optimizer_states=states)
             if not load_module_only:
@@ -224,11 +262,12 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.run.close()
 
 
-def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) -> Moved:
+def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) -> tuple[Run, Moved]:
     """The model's experts in pages: those that moved while it was built, and the others.
 
     Raises:
-        ValueError: it was built under another configuration, or has no experts.
+        ValueError: it was built under another configuration; or it has no experts, and the section asks for nothing
+        that a model without any could have.
     """
     built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
     if any(module.run.section != section for module in built):
@@ -246,12 +285,13 @@ def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) 
     moved = page_hf_experts(model, run, dtypes)
     page_native_experts(model, run, dtypes, moved)
     moved.modules = [*built, *moved.modules]
-    if not moved.modules:
+    if not moved.modules and not section.config.clip.skips_nonfinite:
         raise ValueError(
             "the megascale section is enabled and the model has no experts that can be paged: it needs Hugging Face "
-            'experts modules or DeepSpeed\'s MoE layers; set "enabled": false for a dense model'
+            'experts modules or DeepSpeed\'s MoE layers; set "enabled": false for a dense model, or clip it by '
+            'module: "clip": {"mode": "cmsa"}'
         )
-    return moved
+    return run, moved
 
 
 def _remapped(

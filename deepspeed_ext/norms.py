@@ -74,7 +74,7 @@ def _install(norm: SharedNorm, optimizer: Any) -> Callable[[], float]:  # noqa: 
         return lambda: float(norm.max_norm / (optimizer._global_grad_norm + 1e-6))
     if type(optimizer) is FP16_UnfusedOptimizer:
         _install_unfused(norm, optimizer)
-        return lambda: _zero_coefficient(norm, optimizer)
+        return lambda: 1.0 / max(1.0, (optimizer._global_grad_norm + 1e-6) / norm.max_norm)
     if isinstance(optimizer, torch.optim.Optimizer):
         return norm.plain_coefficient
     raise ValueError(
@@ -85,7 +85,7 @@ def _install(norm: SharedNorm, optimizer: Any) -> Callable[[], float]:  # noqa: 
 
 def _zero_coefficient(norm: SharedNorm, optimizer: Any) -> float:  # noqa: ANN401
     """As ``unscale_and_clip_grads``: the reciprocal of a factor that is at least 1."""
-    total = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32)
+    total = torch.as_tensor(optimizer._global_grad_norm)  # fp64 under ZeRO 3
     if not bool(torch.isfinite(total)) or bool(total < 0):  # DeepSpeed divides by infinity then
         return 0.0
     return float(1.0 / torch.clamp((total + 1e-6) / norm.max_norm, min=1.0))

@@ -109,6 +109,7 @@ class PagesReader:
             version = manifest.get("version")
             raise ValueError(f"{folder}: version {version!r} cannot be read, this build reads {VERSION}")
         self.num_steps = int(manifest["num_steps"])
+        self.clip: dict[str, Any] | None = manifest.get("clip")
         self.modules = {m["path"]: ModuleRecord(**m) for m in manifest["modules"]}
         self._pages: dict[str, dict[str, str]] = {}
         self._checksums: dict[str, int] = {}
@@ -165,14 +166,18 @@ def recut(
             target[start - wanted.start : stop - wanted.start].copy_(source)
 
 
-def write_manifest(folder: Path, *, modules: list[ModuleRecord], ranks: int, num_steps: int) -> None:
-    """Says that the folder is whole."""
+def write_manifest(
+    folder: Path, *, modules: list[ModuleRecord], ranks: int, num_steps: int, clip: dict[str, Any] | None = None
+) -> None:
+    """Says that the folder is whole. ``clip``: the state of clipping by module, plain values."""
     content = {
         "version": VERSION,
         "ranks": ranks,
         "num_steps": num_steps,
         "modules": [asdict(module) for module in modules],
     }
+    if clip is not None:
+        content["clip"] = clip
     write_durably(folder / "manifest.json", json.dumps(content, indent=1).encode())
 
 

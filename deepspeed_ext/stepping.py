@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from deepspeed_ext.clipping import ModuleClipping, SkippingClipping, clipping_for
 from deepspeed_ext.experts import DeepSpeedExperts
+from deepspeed_ext.messages import said_in_json
 from deepspeed_ext.norms import SharedNorm
 from deepspeed_ext.parameters import Places
 from deepspeed_ext.run import Run
+from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
@@ -28,10 +32,12 @@ class ExpertsStep:
         run: what the modules share. modules: paged experts. optimizer: the engine's, as DeepSpeed wrapped it. basic:
         the one inside. places: parameter groups of the modules. sharded: whether each page's state is kept by one of
         the ranks that have it (ZeRO 1 to 3), or by all (ZeRO 0). max_norm: ``gradient_clipping``. average: whether
-        gradients are averaged over ranks or summed.
+        gradients are averaged over ranks or summed. model: the engine's. backwards: how many of them a step has, None
+        where nobody knows.
 
     Raises:
-        ValueError: an optimizer whose arithmetic paged experts do not have, or a budget that is too small.
+        ValueError: an optimizer whose arithmetic paged experts do not have, a budget that is too small, or clipping
+        options that do not fit the model.
     """
 
     def __init__(
@@ -45,15 +51,18 @@ class ExpertsStep:
         sharded: bool,
         max_norm: float,
         average: bool,
+        model: torch.nn.Module,
+        backwards: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.run = run
-        self.norm = SharedNorm(optimizer, max_norm=max_norm)
         self.gradients = ExpertGradients(modules)
         self.gradients.counts_zeros = False
         self._optimizer = optimizer
         self._average = average
         self._counted_once = counted_once(run)
-        arithmetic = arithmetic_of(basic)
+        self.clipping = self._clipping(model, max_norm)
+        self.norm = self.clipping or SharedNorm(optimizer, max_norm=max_norm)
+        arithmetic = arithmetic_of(basic, device=run.manager.arena.device, kernels=run.backend.name == "triton")
         bindings = self._bindings(modules, places)
         for experts in bindings:
             if experts.pages.dtypes[Plane.WEIGHT] is not torch.float32:
@@ -68,8 +77,26 @@ class ExpertsStep:
             shards=self._counted_once if sharded else PageShards(),
             max_lag=run.section.config.paging.max_lag_steps,
         )
+        if self._completes_in_backward():
+            LastGradients(self.gradients, scale=self._scale, backwards=backwards)
         for _ in range(_steps_made(basic)):  # some of DeepSpeed's optimizers begin with a step of zero gradients
             self.adam.step()
+
+    def _clipping(self, model: torch.nn.Module, max_norm: float) -> ModuleClipping | SkippingClipping | None:
+        """What the section asks for beside stock's clipping."""
+        config = self.run.section.config.clip
+        if not config.skips_nonfinite:
+            return None
+        with said_in_json():
+            return clipping_for(
+                config,
+                max_norm=max_norm,
+                optimizer=self._optimizer,
+                model=model,
+                gradients=self.gradients,
+                shards=self._counted_once,
+                device=self.run.manager.arena.device,
+            )
 
     @staticmethod
     def _bindings(modules: list[DeepSpeedExperts], places: Places) -> dict[DeepSpeedExperts, GroupBinding]:
@@ -83,11 +110,24 @@ class ExpertsStep:
     def _settings(group: dict[str, Any]) -> dict[str, Any]:
         return {**{key: group[key] for key in _HYPERPARAMETERS}, "params": []}
 
+    @property
+    def _scale(self) -> float:
+        return 1.0 / dist.get_world_size() if self._average else 1.0
+
+    def _completes_in_backward(self) -> bool:
+        """Whether a gradient is complete after this rank's own backwards: no other rank adds to it."""
+        manager = self.run.manager
+        if not self.run.section.config.paging.step_in_backward or self._counted_once.size > 1:
+            return False
+        # On an accelerator that holds every page, a look at each gradient would make the host wait for nothing.
+        return manager.arena.device.type == "cpu" or manager.pager.can_evict
+
     def reduce(self) -> None:
-        """Gradients of all ranks become one; takes their norm. A collective of all ranks."""
+        """Gradients of all ranks become one; takes their norm where it is asked for. A collective of all ranks."""
         world = dist.get_world_size()
-        scale = 1.0 / world if self._average else 1.0
-        self.gradients.finish(scale=scale, group=self.run.ranks.data)
+        self.gradients.finish(scale=self._scale, group=self.run.ranks.data, shards=self.adam.shards)
+        if self.clipping is not None and not self.clipping.wants_experts_norm:
+            return
         squares = torch.tensor([self.gradients.squares(self._counted_once)], dtype=torch.float64)
         if world > 1:
             squares = squares.to(self.run.manager.arena.device)
@@ -112,11 +152,14 @@ def counted_once(run: Run) -> PageShards:
     return PageShards(rank=dist.get_rank(data), size=dist.get_world_size(data), group=data)
 
 
-def arithmetic_of(basic: torch.optim.Optimizer) -> AdamArithmetic:
+def arithmetic_of(
+    basic: torch.optim.Optimizer, *, device: torch.device | None = None, kernels: bool = False
+) -> AdamArithmetic:
     """Adam's operations as the dense part performs them.
 
     DeepSpeed's own kernels (``FusedAdam``, ``DeepSpeedCPUAdam``) compute torch's formulas with fused roundings; for
-    them pages are stepped by torch's operations.
+    them pages are stepped by torch's operations. On CUDA these are its foreach kernels, except where the optimizer says
+    ``foreach=False``. ``device``: of the pages; ``kernels``: whether a Triton kernel steps them there.
 
     Raises:
         ValueError: an optimizer other than Adam or AdamW, or one with amsgrad or maximize.
@@ -135,7 +178,11 @@ def arithmetic_of(basic: torch.optim.Optimizer) -> AdamArithmetic:
     if defaults.get("maximize"):
         raise ValueError("maximize is not supported with megascale; minimise the negated loss")
     return arithmetic_for(
-        decoupled=decoupled, fused=bool(defaults.get("fused")), amsgrad=bool(defaults.get("amsgrad", False))
+        decoupled=decoupled,
+        fused=bool(defaults.get("fused")),
+        amsgrad=bool(defaults.get("amsgrad", False)),
+        device=None if defaults.get("foreach") is False else device,
+        kernels=kernels,
     )
 
 

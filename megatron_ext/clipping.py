@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megascale_omni.clipping import ClipConfig, ClipReport, CMSAClipper, GradientPart, Group
-from megascale_omni.clipping.mpus import MpuMap, mpus_for
+from megascale_omni.clipping.agreement import agreed_mpus, mpu_of_experts, say_what_changes
 from megascale_omni.clipping.statistics import GradientStatistics
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
@@ -74,8 +74,10 @@ class ModuleClipping:
         self._paged_share = stats_group.size() / dist.get_world_size()
         names = global_names(chunks)
         self._paths = {module: names[module] for chunk in gradients for module in chunk.modules}
-        mpus = _agreed_mpus(config, names)
-        self._mpu_of_experts = {module: _mpu_of_experts(mpus, module, path) for module, path in self._paths.items()}
+        mpus = agreed_mpus(config, _all_names(names))
+        self._mpu_of_experts = {
+            module: mpu_of_experts(mpus, path, _expert_tensors(module, path)) for module, path in self._paths.items()
+        }
         self._places = list(_places(dense, names))
         self.clipper = CMSAClipper(
             mpus,
@@ -88,12 +90,7 @@ class ModuleClipping:
         for chunk in self._gradients:
             chunk.takes_sums, chunk.takes_norms = True, self._is_one
         if dist.get_rank() == 0:
-            logger.warning(
-                "gradients are clipped by module (CMSA, alpha %s, base %g): %s. This changes the mathematics",
-                config.alpha,
-                self.clipper.base,
-                ", ".join(mpus.names),
-            )
+            logger.warning("%s", say_what_changes(config, base=self.clipper.base, mpus=mpus))
 
     def report_loss(self, loss: torch.Tensor) -> None:
         """Mean loss a token of a micro-batch."""
@@ -296,33 +293,9 @@ def _expert_tensors(module: PagedExperts, path: str) -> list[str]:
     return [f"{path}.{tensor.name}" for tensor in module.names.tensors()]
 
 
-def _agreed_mpus(config: ClipConfig, names: dict[Any, str]) -> MpuMap:
-    """The same map on every rank, from the names of all ranks. A collective."""
-    own: set[str] = set()
+def _all_names(names: dict[Any, str]) -> Iterator[str]:
     for key, name in names.items():
-        own.update(_expert_tensors(key, name) if isinstance(key, PagedExperts) else [name])
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, sorted(own))
-    problem, mpus = None, None
-    try:
-        mpus = mpus_for(config.mpus, sorted({name for rank in of_ranks for name in rank}))
-    except ValueError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise ValueError(found)
-    assert mpus is not None
-    return mpus
-
-
-def _mpu_of_experts(mpus: MpuMap, module: PagedExperts, path: str) -> int:
-    found = {mpus.index(name) for name in _expert_tensors(module, path)}
-    if len(found) != 1:
-        modules = ", ".join(mpus.names[index] for index in sorted(found))
-        raise ValueError(f"clip.mpus divides the experts of {path} among {modules}; their pages are one module's")
-    return found.pop()
+        yield from _expert_tensors(key, name) if isinstance(key, PagedExperts) else [name]
 
 
 def _places(dense: ChainedOptimizer, names: dict[Any, str]) -> Iterator[_Place]:

@@ -24,7 +24,14 @@ from megascale_omni.clipping.parts import Alone, GradientPart, Ranks, expert_nam
 from megascale_omni.clipping.policy import clip, total_norm
 from megascale_omni.clipping.report import ClipReport, fit_message
 from megascale_omni.clipping.settings import ClipConfig
-from megascale_omni.clipping.statistics import ABSOLUTE, NON_FINITE, GradientStatistics, GradientSums, from_rows
+from megascale_omni.clipping.statistics import (
+    ABSOLUTE,
+    NON_FINITE,
+    GradientStatistics,
+    GradientSums,
+    from_rows,
+    one_thread,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -207,16 +214,17 @@ class CMSAClipper:
         self, parts: Sequence[GradientPart], known: Iterable[tuple[int, GradientStatistics, float]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums = GradientSums(len(self.mpus.names) + len(self._expert_rows))
-        for part in parts:
-            if not part.experts:
-                sums.add(self.mpus.index(part.name), part.gradient, part.share)
-                continue
-            pieces = part.gradient.reshape(-1).split([elements for _, elements in part.experts])
-            for (expert, _), piece in zip(part.experts, pieces, strict=True):
-                sums.add(self._row_of(expert), piece, part.share)
-        for index, statistics, share in known:
-            sums.add_statistics(index, statistics, share)
-        return sums.read()
+        with one_thread():
+            for part in parts:
+                if not part.experts:
+                    sums.add(self.mpus.index(part.name), part.gradient, part.share)
+                    continue
+                pieces = part.gradient.reshape(-1).split([elements for _, elements in part.experts])
+                for (expert, _), piece in zip(part.experts, pieces, strict=True):
+                    sums.add(self._row_of(expert), piece, part.share)
+            for index, statistics, share in known:
+                sums.add_statistics(index, statistics, share)
+            return sums.read()
 
     def _row_of(self, expert: str) -> int:
         row = self._expert_rows.get(expert)

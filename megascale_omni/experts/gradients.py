@@ -123,10 +123,13 @@ class ExpertGradients:
 
     def complete(self, experts: PagedExperts, name: PageName, page: torch.Tensor, *, scale: float) -> None:
         """Checks, scales and measures a page, to which nothing will be added in this step."""
-        self._check(experts, name, page)
+        if not self.takes_sums:
+            self._check(experts, name, page)
         if scale != 1.0:
             page.mul_(scale)
-        self._statistics[experts, name] = self._measure(page)
+        found = self._statistics[experts, name] = self._measure(page)
+        if found.sums is not None and found.sums.non_finite:  # sums have looked at every element
+            self._check(experts, name, page)
         self.done.add((experts, name))
 
     def scale(self, factor: float | torch.Tensor) -> None:
@@ -149,7 +152,7 @@ class ExpertGradients:
     def squares(self, shards: PageShards) -> float:
         """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
         self.takes_norms = True
-        return sum(found.squares or 0.0 for experts in self.modules for found in self._owned(experts, shards))
+        return sum(found.squares or 0.0 for experts in self.modules for _, found in self._owned(experts, shards))
 
     def zeros(self, shards: PageShards) -> int:
         """Zeros among gradients this rank owns; absent pages are zeros, frozen modules have none."""
@@ -158,13 +161,21 @@ class ExpertGradients:
         for experts in self.modules:
             if experts.trainable:
                 zeros += sum(experts.layout.page_numel(name[1]) for name in shards.owned(experts))
-                zeros -= sum(found.nonzeros or 0 for found in self._owned(experts, shards))
+                zeros -= sum(found.nonzeros or 0 for _, found in self._owned(experts, shards))
         return zeros
 
     def sums(self, experts: PagedExperts, shards: PageShards) -> GradientStatistics:
-        """The sums of one module's gradients that this rank owns; elements of absent pages do not count."""
+        """The sums of one module's gradients that this rank owns; elements of experts without tokens do not count.
+
+        Pages of those are absent, or all zero where a layer pads what it sends to its experts.
+        """
         self.takes_sums = True
-        found = [page.sums for page in self._owned(experts, shards) if page.sums is not None]
+        by_expert: dict[int, list[GradientStatistics]] = {}
+        for (expert, _), page in self._owned(experts, shards):
+            if page.sums is not None:
+                by_expert.setdefault(expert, []).append(page.sums)
+        touched = [pages for pages in by_expert.values() if any(s.absolute or s.non_finite for s in pages)]
+        found = [page for pages in touched for page in pages]
         return GradientStatistics(
             count=math.fsum(s.count for s in found),
             total=sum(s.total for s in found),
@@ -174,7 +185,7 @@ class ExpertGradients:
             largest=max((s.largest for s in found), default=0.0),
         )
 
-    def _owned(self, experts: PagedExperts, shards: PageShards) -> list[PageStatistics]:
+    def _owned(self, experts: PagedExperts, shards: PageShards) -> list[tuple[PageName, PageStatistics]]:
         """What was measured of the present pages of a module that this rank owns; measures what was not."""
         if not experts.trainable:
             return []
@@ -187,7 +198,7 @@ class ExpertGradients:
             )
         for name, page in self.pages(experts, names=missing):
             self._statistics[experts, name] = self._measure(page)
-        return [self._statistics[experts, name] for name in owned]
+        return [(name, self._statistics[experts, name]) for name in owned]
 
     def _is_measured(self, found: PageStatistics | None) -> bool:
         if found is None or (self.takes_norms and found.squares is None):

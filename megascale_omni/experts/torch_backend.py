@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from megascale_omni.experts.function import ExpertsContext
 
 
-_SLICES_AT_ONCE = 8
-"""Partial products of an expert that are kept to be summed at once; with more slices they are summed as they come."""
+_SLICES_AT_ONCE = 4
+"""Partial products of an expert that are kept to be summed at once, in twice the memory of their fp32 sum. With more
+slices they are added to that sum as they come."""
 
 
 class _SliceSum:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from scripts.deepspeed_runs.clipping import clipped, numbers_apart, reference
 from scripts.deepspeed_runs.models import Size, build, configuration
 from scripts.deepspeed_runs.proof import Case, Deviations, Side, batches_of, prove
 from scripts.deepspeed_runs.state import State, read_state
@@ -35,6 +36,10 @@ class Bench:
     def prove(self, case: Case) -> Deviations:
         """See :func:`scripts.deepspeed_runs.proof.prove`. A collective."""
         return prove(self.rank, self.world, case=case)
+
+    def clip_apart(self, case: Case) -> float:
+        """Numbers of clipping by module, against plain PyTorch in one process. A collective."""
+        return numbers_apart(clipped(self.rank, self.world, case=case), reference(self.world, case=case))
 
     def save(self, case: Case, folder: str) -> State:
         """The state after three steps, which are saved. A collective."""

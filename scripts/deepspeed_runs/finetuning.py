@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megascale_omni.clipping import ClipReport
 from scripts.comparison.collectives import CollectiveCounter
 from scripts.comparison.worker import Made, Step, Totals
 from scripts.deepspeed_runs.models import Size, build, configuration
@@ -54,6 +55,8 @@ class FinetuningRun:
         self._collectives = CollectiveCounter()
         self._collectives.install()
         self._expert_peak = self._data_peak = self._steps = 0
+        self.clip_report: ClipReport | None = None
+        """Of the last step, where gradients are clipped by module."""
         import deepspeed
 
         import deepspeed_ext
@@ -99,6 +102,7 @@ class FinetuningRun:
         norm = self.engine.get_global_grad_norm()
         self._look()
         mean = sum(losses) / len(losses)
+        self.clip_report = getattr(self.engine, "clip_report", None)
         return Step(mean, None if norm is None else float(norm), seconds, self._collectives.sent_bytes - sent)
 
     def _batch(self) -> torch.Tensor:
@@ -183,6 +187,16 @@ def _model_and_tokens(job: Job) -> tuple[torch.nn.Module, torch.Tensor]:
     text = corpus.tokens[: 1 << 22].tobytes().decode(errors="replace")
     ids = AutoTokenizer.from_pretrained(job.model)(text, return_tensors="pt").input_ids[0]
     return model, ids
+
+
+def largest_parameter(job: Job) -> int:
+    """Elements of the model's largest parameter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(job.model) if job.model else configuration(job.family, job.size)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return max(parameter.numel() for parameter in model.parameters())
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -22,12 +22,14 @@ from pathlib import Path
 
 from scripts.comparison.report import print_comparison
 from scripts.comparison.runner import compare, default_threads
+from scripts.comparison.worker import Step
 from scripts.deepspeed_runs.comparing import DeepSpeedPlan
 from scripts.deepspeed_runs.finetuning import FinetuningRun, Job, read_config, without_section
 from scripts.deepspeed_runs.models import FAMILIES
 from scripts.measuring.corpus import standard_library_corpus
 from scripts.measuring.files import write_json
 from scripts.measuring.processes import ROOT, WorkersFailed
+from scripts.moe_trainer.metrics import JsonLines, Metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--stock", action="store_true", help="leave the megascale section out")
+    made.add_argument("--metrics-jsonl", type=Path, metavar="FILE", help="a JSON line a step, clipping included")
     made.add_argument("--save", metavar="FOLDER", help="a DeepSpeed checkpoint at the end")
     made.add_argument("--load", metavar="FOLDER", help="a DeepSpeed checkpoint to go on from")
     made.add_argument("--export", metavar="FOLDER", help="a plain Hugging Face checkpoint at the end")
@@ -69,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=5, help="with --compare: blocks that steps are divided into")
     made.add_argument("--budget", action="append", default=[], help="with --compare: a run under this device budget")
     made.add_argument("--cpu-offload", action="store_true", help="with --compare: stock with its optimizer on the CPU")
+    made.add_argument("--nvme-offload", action="store_true", help="with --compare: stock with ZeRO 3 on NVMe, in files")
     made.add_argument("--disk-path", type=Path, help="folder for pages that leave memory (default: out)")
     made.add_argument("--json", type=Path, metavar="FILE", help="with --compare")
     return made
@@ -106,11 +110,13 @@ def _train(args: argparse.Namespace, job: Job) -> int:
         run = FinetuningRun(rank, world, job=job)
         if args.load:
             run.engine.load_checkpoint(args.load)
-        for number in range(1, args.steps + 1):
-            (step,) = run.train(1)
-            if rank == 0:
-                norm = "" if step.grad_norm is None else f", gradient norm {step.grad_norm:.4f}"
-                print(f"step {number}: loss {step.loss:.6f}{norm}, {step.seconds:.3f} s", flush=True)
+        with Metrics([JsonLines(args.metrics_jsonl)] if args.metrics_jsonl and rank == 0 else []) as metrics:
+            for number in range(1, args.steps + 1):
+                (step,) = run.train(1)
+                if rank == 0:
+                    norm = "" if step.grad_norm is None else f", gradient norm {step.grad_norm:.4f}"
+                    print(f"step {number}: loss {step.loss:.6f}{norm}, {step.seconds:.3f} s", flush=True)
+                metrics.write(**_record(number, step, run))
         if args.save:
             run.engine.save_checkpoint(args.save)
         if args.export:
@@ -118,6 +124,17 @@ def _train(args: argparse.Namespace, job: Job) -> int:
         run.engine.destroy()
         torch.distributed.destroy_process_group()
     return 0
+
+
+def _record(number: int, step: Step, run: FinetuningRun) -> dict[str, object]:
+    record: dict[str, object] = {
+        "event": "step",
+        "iteration": number,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "step_seconds": step.seconds,
+    }
+    return record if run.clip_report is None else {**record, "clip": run.clip_report.as_record()}
 
 
 def _compare(args: argparse.Namespace, job: Job) -> int:
@@ -138,6 +155,7 @@ def _compare(args: argparse.Namespace, job: Job) -> int:
         disk_path=disk_path,
         job=job,
         cpu_offload=args.cpu_offload,
+        nvme_offload=args.nvme_offload,
     )
     comparison = compare(plan)
     print_comparison(comparison)

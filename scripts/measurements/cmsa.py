@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from scripts.cmsa_demo.main import compare as demonstrate
 from scripts.cmsa_demo.train import medians
 from scripts.comparison.presets import megascale_flags, preset_flags
+from scripts.deepspeed_runs.clipping import clipping_case
+from scripts.deepspeed_runs.proof import Case
 from scripts.measurements.cmsa_layouts import LAYOUTS, START, WORKER, deviation
 from scripts.measurements.rows import Context, Row
 from scripts.measuring.processes import Workers
@@ -75,6 +79,33 @@ def _agreement(context: Context, *, layout: str) -> float:
     return deviation(_numbers(context, layout, load), expected)
 
 
+def _zero_cases() -> dict[str, Case]:
+    """By row: cases of two ranks."""
+    plain = Case(steps=3, clipping=0.02)
+    cases = {f"zero{stage}": replace(plain, stage=stage) for stage in range(4)}
+    cpu = {"device": "cpu"}
+    for stage in (2, 3):
+        extra: dict[str, object] = {"zero_optimization": {"stage": stage, "offload_optimizer": cpu}}
+        cases[f"zero{stage}-offload"] = replace(plain, stage=stage, extra=extra)
+    cases["zero2-ep2"] = replace(plain, stage=2, section={"expert_parallel_size": 2})
+    return {name: clipping_case(case) for name, case in cases.items()}
+
+
+def _zero_agreement(context: Context, *, layout: str) -> float:
+    """C3 under DeepSpeed: against plain PyTorch in one process that has the tokens of both ranks."""
+
+    def measure() -> dict[str, float]:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        target = "scripts.deepspeed_runs.benches:Bench"
+        with Workers(target, ranks=2, threads=1, name="clipping under ZeRO", arguments={}) as workers:
+            return {
+                name: max(workers.call("clip_apart", case=case, timeout_seconds=_TIMEOUT_SECONDS))
+                for name, case in _zero_cases().items()
+            }
+
+    return context.once(("cmsa", "zero"), measure)[layout]
+
+
 def _demonstration(context: Context, *, key: str, method: str) -> float:
     """C4: of CMSA over that of global clipping."""
     runs = context.once(("cmsa", "demonstration"), lambda: demonstrate(seeds=_SEEDS, steps=_DEMO_STEPS))
@@ -132,6 +163,17 @@ ROWS: tuple[Row, ...] = (
         )
         for layout in LAYOUTS
         if layout != "single"
+    ),
+    *(
+        Row(
+            id=f"C3-{layout}",
+            what=f"DeepSpeed {layout}, 2 ranks: norm, GVC, threshold and ratio of every module against one process",
+            unit="x",
+            kind="at_most",
+            bound=1e-6,
+            measure=partial(_zero_agreement, layout=layout),
+        )
+        for layout in _zero_cases()
     ),
     *_demonstration_rows(),
 )

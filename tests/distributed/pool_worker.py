@@ -57,6 +57,7 @@ def main(connection: Connection, rank: int, world: int, folder: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was loaded before the ranks were forked stays; collections need not look through it each time
     with stack_path(folder, rank).open("w") as stacks:
         while True:
             try:

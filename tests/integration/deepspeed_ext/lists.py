@@ -154,6 +154,45 @@ def frozen(rank: int, world: int) -> dict[str, bool]:
         }
 
 
+def owned(rank: int, world: int, *, experts: int) -> list[int]:
+    """The experts of this rank, which all ranks divide, and what stays with DeepSpeed under their module's name."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        import deepspeed_ext  # noqa: F401
+
+        case = replace(CASE, stage=3, size=Size(experts=experts, layers=1), section={"expert_parallel_size": world})
+        engine, *_ = deepspeed.initialize(model=model_of(case), config=case.config(megascale=True))
+        names = [name for name, _ in engine.module.named_parameters()]
+        assert any("gate" in name for name in names), "the router stays with ZeRO"
+        assert not any("experts" in name for name in names)
+        (module,) = engine.modules_in_pages
+        engine.destroy()
+        return list(module.owned)
+
+
+def left_by_zero_grad(rank: int, world: int) -> list[tuple[int, int]]:
+    """Gradient pages before and after the optimizer's ``zero_grad``, in fp32 and bf16 without ZeRO."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        import deepspeed_ext  # noqa: F401
+
+        found = []
+        for bf16 in (False, True):
+            case = replace(CASE, stage=0, bf16=bf16)
+            engine, optimizer, *_ = deepspeed.initialize(model=model_of(case), config=case.config(megascale=True))
+            batch = batches_of(case, rank, world, 0)[0]
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            gradients = engine.experts_step.gradients
+            counts = [sum(len(gradients.present(e)) for e in engine.modules_in_pages)]
+            optimizer.zero_grad()
+            counts.append(sum(len(gradients.present(e)) for e in engine.modules_in_pages))
+            found.append((counts[0], counts[1]))
+            engine.destroy()
+        return found
+
+
 def engines(rank: int, world: int) -> list[str]:
     """Classes of engines: without a section, with one, and with one after ``disable``."""
     with fresh_deepspeed():

@@ -91,6 +91,18 @@ def beside_stock(rank: int, world: int, *, stages: list[int], kind: str, ep_size
         return found
 
 
+def modules_of(rank: int, world: int, *, stages: list[int], ep_size: int) -> list[dict[str, dict[str, float]]]:
+    """By stage: what clipping by module finds at the fifth step."""
+    section: dict[str, object] = {"clip": {"mode": "cmsa", "alpha": 0.35, "base": 1e-3}}
+    with fresh_deepspeed():
+        found = []
+        for stage in stages:
+            engine, _ = train(made("swiglu", ep_size), config_of(stage, megascale=True, section=section), rank)
+            found.append(engine.clip_report.as_record()["mpus"])
+            engine.destroy()
+        return found
+
+
 def states(rank: int, world: int, *, kind: str) -> list[bool]:
     """Whether the state dict has stock's names and values, and a checkpoint goes on where it was."""
     with fresh_deepspeed():

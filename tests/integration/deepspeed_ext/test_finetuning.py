@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from megascale_omni.clipping.record import read_clip_record
+from scripts.deepspeed_runs.main import main
+
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["--length", "16"]
 
@@ -40,15 +43,20 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_published_model_streamed_trained_and_published_again(text: str, published: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    out = tmp_path / "out"
-    config = "configs/deepspeed/zero2.json"
-    flags = ["--deepspeed", config, "--model", published, "--stream", "--data-path", text, "--steps", "3"]
-    done = finetune(*flags, "--export", str(out), "--save", str(tmp_path / "saved"))
+    out, lines, config = tmp_path / "out", tmp_path / "steps.jsonl", tmp_path / "clipped.json"
+    section = json.loads((ROOT / "configs/deepspeed/zero2.json").read_text())
+    section["megascale"]["clip"] = {"mode": "cmsa", "alpha": 0.35}
+    config.write_text(json.dumps(section))
+    flags = ["--deepspeed", str(config), "--model", published, "--stream", "--data-path", text, "--steps", "3"]
+    done = finetune(*flags, "--export", str(out), "--save", str(tmp_path / "saved"), "--metrics-jsonl", str(lines))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") >= 3
     names = {name for path in out.glob("*.safetensors") for name in load_file(path)}
     assert names >= {name for path in Path(published).glob("*.safetensors") for name in load_file(path)}
     assert (tmp_path / "saved" / "global_step3" / "megascale" / "manifest.json").exists()
+    record = read_clip_record(lines)
+    assert record.steps == (1, 2, 3)
+    assert [module.name for module in record.modules] == ["embedding", "dense_0", "experts_0"]
 
 
 def test_comparison(text: str, published: str, tmp_path: Path) -> None:
@@ -63,7 +71,7 @@ def test_comparison(text: str, published: str, tmp_path: Path) -> None:
     assert found["max_relative_grad_norm_difference"] <= 1e-5
 
 
-def test_mistakes_are_said_in_a_line(text: str) -> None:
-    done = finetune("--deepspeed", "missing.json", "--data-path", text)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("finetune_hf_moe.py: DeepSpeed configuration missing.json")
+def test_mistakes_are_said_in_a_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--deepspeed", "missing.json", "--data-path", text]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("finetune_hf_moe.py: DeepSpeed configuration missing.json")

@@ -15,6 +15,18 @@ def test_losses_are_stocks(pools: Pools, world: int, ep_size: int, kind: str) ->
             assert stock[-1] < 0.9 * stock[0]
 
 
+def test_groups_of_experts_are_clipped_as_one_group_is(pools: Pools) -> None:
+    """Experts divided among two ranks, or all on each."""
+    stages = [0, 2, 3]
+    together = pools[2].run(native.modules_of, stages=stages, ep_size=1)
+    divided = pools[2].run(native.modules_of, stages=stages, ep_size=2)
+    for outcome in (*together, *divided):
+        for found in outcome:
+            assert found.keys() == together[0][0].keys() >= {"embedding", "dense_0", "experts_0"}
+            for name, numbers in found.items():
+                assert numbers == pytest.approx(together[0][0][name], rel=1e-6), name
+
+
 @pytest.mark.parametrize("kind", ["swiglu"])
 def test_names_values_and_checkpoints(pools: Pools, kind: str) -> None:
     assert pools[1].run(native.states, kind=kind) == [[True, True]]

@@ -39,6 +39,17 @@ def test_frozen_experts_stay_what_they_are(pools: Pools) -> None:
     assert found == {"experts moved": False, "rest moved": True, "paged": True}
 
 
+def test_sixty_experts_on_two_ranks(pools: Pools) -> None:
+    assert pools[2].run(lists.owned, experts=60) == [list(range(30)), list(range(30, 60))]
+
+
+def test_zero_grad_of_the_optimizer_drops_gradient_pages(pools: Pools) -> None:
+    (found,) = pools[1].run(lists.left_by_zero_grad)
+    for before, after in found:
+        assert before > 0
+        assert after == 0
+
+
 def test_without_a_section_and_after_disable_the_engine_is_stocks(pools: Pools) -> None:
     (names,) = pools[1].run(lists.engines)
     assert names == ["DeepSpeedEngine", "MegaScaleEngine", "DeepSpeedEngine"]
