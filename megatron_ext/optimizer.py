@@ -220,6 +220,10 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
             _inner_state(state)[CLIP_STATE] = self.clipping.state_dict()
         return state
 
+    def described_state(self) -> dict[str, Any]:
+        """The part of :meth:`sharded_state_dict` that is no tensor."""
+        return self._state.described()
+
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         """Loads what :meth:`sharded_state_dict` described."""
         parts = [part for part in (state_dict, state_dict.get(0), state_dict.get(1)) if isinstance(part, dict)]

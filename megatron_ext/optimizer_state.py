@@ -128,6 +128,23 @@ class OptimizerState:
                 add_prefix_for_sharding(state, f"chained_{index}.")
         return states
 
+    def described(self) -> dict[str, Any]:
+        """The part of the state that is no tensor, as stock would store it: form, parameter groups, steps."""
+        dense: list[Group] = []
+        if self._dense is not None:
+            dense = [group for member in self._dense.chained_optimizers for group in member.optimizer.param_groups]
+        if self._separate:
+            lists: list[list[Group | None]] = [[*dense], [*self._adam.param_groups]]
+        else:
+            merged: list[Group | None] = [None] * self._places.count
+            for places, groups in ((self._places.paged, self._adam.param_groups), (self._places.dense, dense)):
+                for place, group in zip(places, groups, strict=True):
+                    merged[place] = group
+            lists = [merged]
+        left_out = ("params", "step")
+        groups_of = [[{k: v for k, v in (g or {}).items() if k not in left_out} for g in groups] for groups in lists]
+        return {"form": self._form, "separate": self._separate, "groups": groups_of, "steps": self._adam.num_steps}
+
     def _expert_tensors(self, model: dict[str, Any]) -> list[dict[str, Any]]:
         """The sharded state of every expert tensor that is stepped, in the order of ``_described``."""
         dense: dict[tuple[PagedExperts, Plane], dict[str, torch.Tensor]] = {}
