@@ -220,4 +220,6 @@ def enable_from_args(args: argparse.Namespace) -> Runtime | None:
     if config is None:
         return None
     support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
-    return patches.enable(config)
+    runtime = patches.enable(config)
+    runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
+    return runtime

@@ -31,7 +31,7 @@ from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.experts import MegaScaleExperts
 from megatron_ext.optimizer import MegaScaleChainedOptimizer
 
-MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+MODEL, OPTIMIZER, RNG, OBJECT = "model.", "optimizer.", "rng.", "object."
 EXPERT_TRACKER = "expert-parallel-rng"
 
 
@@ -61,8 +61,12 @@ class OptimizerEntry:
     start: int | None = None
 
 
-def model_places(chunks: Sequence[MegaScaleDDP]) -> list[tuple[torch.Tensor, list[KeyPlace]]]:
-    """Every dense tensor of the chunks with the places of its parts.
+def model_places(
+    chunks: Sequence[MegaScaleDDP],
+) -> tuple[list[tuple[torch.Tensor, list[KeyPlace]]], list[TensorPiece]]:
+    """Every dense tensor of the chunks with the places of its parts; and markers of what stock stores empty.
+
+    Stock looks for an object without content of every parallel linear layer. A marker says that there is one.
 
     Raises:
         ValueError: state that is no tensor (Transformer Engine's extra state).
@@ -72,24 +76,27 @@ def model_places(chunks: Sequence[MegaScaleDDP]) -> list[tuple[torch.Tensor, lis
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    found = []
+    found, markers = [], []
     for chunk in chunks:
         with ExitStack() as stack:
             for experts in chunk.paged_experts:
                 stack.enter_context(experts.left_out())
-            sharded = _innermost(chunk).sharded_state_dict(metadata=metadata)
+            sharded = innermost(chunk).sharded_state_dict(metadata=metadata)
         for value in nested_values(sharded):
             if isinstance(value, ShardedObject):
                 if value.data is not None and not _is_empty(value.data):
                     raise ValueError(
                         f"{value.key} is not a tensor and cannot be saved in the paged format; use stock's"
                     )
+                if not any(value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)):
+                    markers.append(TensorPiece(OBJECT + value.unique_key, (0,), whole((0,)), torch.empty(0)))
             elif isinstance(value, ShardedTensor | ShardedTensorFactory):
                 found.append((value.data, _places(value)))
-    return found
+    return found, markers
 
 
-def _innermost(module: Any) -> Any:  # noqa: ANN401 - stock's wrappers
+def innermost(module: Any) -> Any:  # noqa: ANN401 - stock's wrappers
+    """The model inside stock's wrappers."""
     while hasattr(module, "module"):
         module = module.module
     return module
@@ -247,7 +254,7 @@ def experts_pieces(chunks: Sequence[MegaScaleDDP], optimizer: MegaScaleChainedOp
     for chunk in chunks:
         group = chunk.expt_dp_group
         share = shards if shards.size > 1 else PageShards(rank=group.rank(), size=group.size())
-        for path, experts in _global_paths(_innermost(chunk)):
+        for path, experts in _global_paths(innermost(chunk)):
             pieces.append(
                 ExpertsPiece(path, experts, experts.numbers[0], experts.num_global_experts, share, experts.numbers)
             )
@@ -325,9 +332,14 @@ def restore_rng(dense: DenseIndex, saved: Mapping[str, int]) -> str | None:
     return lost
 
 
-def frozen_names(dense: DenseIndex, pieces: Sequence[TensorPiece]) -> tuple[str, ...]:
-    """Stored optimizer state of parameters that the model has and that nothing steps."""
-    stepped = {piece.name.split(".", 2)[2] for piece in pieces if piece.name.startswith(OPTIMIZER)}
+def state_names(pieces: Sequence[TensorPiece]) -> tuple[set[str], set[str]]:
+    """Keys of this rank's part of the model, and those of them whose state it steps."""
     model = {piece.name.removeprefix(MODEL) for piece in pieces if piece.name.startswith(MODEL)}
+    stepped = {piece.name.split(".", 2)[2] for piece in pieces if piece.name.startswith(OPTIMIZER)}
+    return model, stepped
+
+
+def frozen_names(dense: DenseIndex, *, model: set[str], stepped: set[str]) -> list[str]:
+    """Stored optimizer state of parameters that the whole model has and that no rank steps."""
     names = (name for name in dense.tensors if name.startswith(OPTIMIZER))
-    return tuple(n for n in names if (key := n.split(".", 2)[2]) in model and key not in stepped)
+    return sorted(n for n in names if (key := n.split(".", 2)[2]) in model and key not in stepped)

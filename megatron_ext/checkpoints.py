@@ -9,23 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import megatron.core
+import torch
 
+from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
+from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.journal import Journal
 from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
 from megatron_ext.checkpoint_state import (
+    OBJECT,
     OPTIMIZER,
     RNG,
+    KeyPlace,
     coordinates,
     experts_pieces,
     frozen_names,
+    innermost,
     layout,
     model_pieces,
     model_places,
     optimizer_pieces,
     restore_rng,
     rng_pieces,
+    state_names,
 )
 from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.optimizer import MegaScaleChainedOptimizer
@@ -67,6 +74,8 @@ class PagedCheckpoints:
             cpus=config.cpu_set(),
         )
         self._saves = 0
+        self._carried: list[TensorPiece] = []
+        self._places: _Places | None = None
         self._managers = {experts.manager for chunk in chunks for experts in chunk.paged_experts}
         optimizer.before_step = self._checkpointer.before_step
         for manager in self._managers:
@@ -97,6 +106,7 @@ class PagedCheckpoints:
                 "schedule": None if position.schedule is None else dict(position.schedule),
                 "optimizer": include_optimizer,
                 "rng": include_rng_state,
+                "stock": self._optimizer.described_state() if include_optimizer else None,
                 "clipping": None if self._optimizer.clipping is None else self._optimizer.clipping.state_dict(),
             },
             layout=layout(),
@@ -113,11 +123,15 @@ class PagedCheckpoints:
         return self._checkpointer.save(state, request)
 
     def _state(self, *, include_optimizer: bool, include_rng_state: bool, opened: Opened | None = None) -> RankState:
-        places = model_places(self._chunks)
+        if self._places is None or not self._places.still_hold(self._chunks):
+            self._places = _Places.of(self._chunks)
+        places = self._places.places
         tensors = model_pieces(places)
+        tensors += self._places.markers if opened is None else []
         if include_optimizer:
             stored = None if opened is None else opened.dense
             tensors += optimizer_pieces(self._optimizer, places, stored=stored)
+            tensors += self._carried if opened is None else []
         if include_rng_state:
             tensors += rng_pieces()
         return RankState(tensors, experts_pieces(self._chunks, self._optimizer), self._optimizer.paged.adam)
@@ -160,11 +174,11 @@ class PagedCheckpoints:
         if include_optimizer and not values["optimizer"]:
             raise ValueError(f"checkpoint {opened.folder} has no optimizer state: load it with --no-load-optim")
         state = self._state(include_optimizer=include_optimizer, include_rng_state=False, opened=opened)
-        ignored: tuple[str, ...] = (RNG,) if include_optimizer else (RNG, OPTIMIZER)
-        if include_optimizer:
-            frozen = self._frozen_on_all_ranks(opened, state)
-            ignored += frozen
+        ignored: tuple[str, ...] = (RNG, OBJECT) if include_optimizer else (RNG, OBJECT, OPTIMIZER)
+        frozen = self._frozen(opened, state) if include_optimizer else []
+        ignored += tuple(frozen)
         self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
+        self._carry(opened, frozen)
         if not include_optimizer:
             self._optimizer.reload_model_params()
         elif self._optimizer.clipping is not None and values["clipping"] is not None:
@@ -175,12 +189,24 @@ class PagedCheckpoints:
                 logger.warning("checkpoint %s: %s", opened.folder, lost)
         return position
 
-    def _frozen_on_all_ranks(self, opened: Opened, state: RankState) -> tuple[str, ...]:
-        names = self._checkpointer.ranks.gather(frozen_names(opened.dense, state.tensors))
-        frozen = tuple(sorted(set().union(*names)))
-        if frozen and self._checkpointer.ranks.rank == 0:
-            logger.warning("checkpoint %s: optimizer state of frozen parameters is left out: %s", opened.folder, frozen)
-        return frozen
+    def _frozen(self, opened: Opened, state: RankState) -> list[str]:
+        """Stored optimizer state that nothing in this run steps, the same on all ranks."""
+        of_ranks = self._checkpointer.ranks.gather(state_names(state.tensors))
+        model, stepped = (set().union(*names) for names in zip(*of_ranks, strict=True))
+        return frozen_names(opened.dense, model=model, stepped=stepped)
+
+    def _carry(self, opened: Opened, frozen: Sequence[str]) -> None:
+        """Keeps the state of frozen parameters, each on one rank, for the checkpoints that this run saves.
+
+        They are stepped again, perhaps, in a run that loads one of these.
+        """
+        rank, size = self._checkpointer.ranks.rank, self._checkpointer.ranks.size
+        mine = {name: opened.dense.read(name) for name in frozen[rank::size]}
+        self._carried = [
+            TensorPiece(name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor) for name, tensor in mine.items()
+        ]
+        if frozen and rank == 0:
+            logger.info("checkpoint %s: optimizer state of frozen parameters is kept: %s", opened.folder, frozen)
 
     def close(self) -> None:
         """Ends the writer; a save that no rank waited for does not count."""
@@ -188,3 +214,27 @@ class PagedCheckpoints:
         self._optimizer.before_step = lambda: None
         for manager in self._managers:
             manager.before_write = lambda page_ids: None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a model's tensors lie in stock's global ones, as long as they are the same tensors."""
+
+    tensors: tuple[torch.Tensor, ...]
+    places: list[tuple[torch.Tensor, list[KeyPlace]]]
+    markers: list[TensorPiece]
+
+    @classmethod
+    def of(cls, chunks: Sequence[MegaScaleDDP]) -> _Places:
+        """Asks stock."""
+        return cls(_tensors(chunks), *model_places(chunks))
+
+    def still_hold(self, chunks: Sequence[MegaScaleDDP]) -> bool:
+        """Whether no parameter or buffer has been replaced."""
+        now = _tensors(chunks)
+        return len(now) == len(self.tensors) and all(a is b for a, b in zip(now, self.tensors, strict=True))
+
+
+def _tensors(chunks: Sequence[MegaScaleDDP]) -> tuple[torch.Tensor, ...]:
+    models = [innermost(chunk) for chunk in chunks]  # stock's wrapper has other things named buffers
+    return tuple(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))

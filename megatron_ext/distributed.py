@@ -37,6 +37,7 @@ class MegaScaleDDP(DistributedDataParallel):
         module: torch.nn.Module,
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # noqa: ANN401 - what other releases add
     ) -> None:
         support.check("ddp", ddp_config)
         if patches.active_runtime().config.clip.skips_nonfinite:  # stock's check would end the run instead
@@ -47,6 +48,7 @@ class MegaScaleDDP(DistributedDataParallel):
             module=module,
             disable_bucketing=disable_bucketing,
             pg_collection=pg_collection,
+            **more,
         )
         named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
         self.paged_experts = [experts for _, experts in named]

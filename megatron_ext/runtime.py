@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
@@ -27,6 +28,17 @@ from megatron_ext.routing import EarlyRouter
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class Export:
+    """Where dense copies of experts are laid out for stock's checkpoints; in memory where ``folder`` is None."""
+
+    folder: str | None = None
+
+    def scratch(self) -> DenseScratch | None:
+        """Room for the copies of one module and plane."""
+        return None if self.folder is None else DenseScratch(self.folder)
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Configuration, pages, scratch memory and schedule of one run; made when MegaScale is enabled."""
@@ -37,6 +49,7 @@ class Runtime:
     products: Products
     backend: Backend
     observation: Observation
+    export: Export
     topology: Topology | None = None
     placement: Placement | None = None
     routing: RoutingWriter | None = None
@@ -73,6 +86,7 @@ class Runtime:
             products,
             backend,
             observation,
+            export=Export(config.paging.disk_path),
             topology=topology,
             placement=None if which is None else Placement.from_file(which),
             routing=None if record is None else RoutingWriter(record, rank=rank),

@@ -3,14 +3,15 @@
     8 bytes little-endian length | JSON {name: {dtype, shape, data_offsets}} | the tensors, one behind the other
 
 A file's header is known before its first byte is, so that a file is written chunk by chunk: no more than a chunk is
-held beside the tensors themselves, and other programs read the file with the safetensors package.
+held beside the tensors themselves, and other programs read the file with the safetensors package. In a large file the
+header is filled up with spaces to a whole block, so that pages lie at blocks and need not be copied to be written.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 
 from megascale_omni.checkpoint import digests
 from megascale_omni.checkpoint.digests import Data
-from megascale_omni.checkpoint.filesystem import FileSystem
+from megascale_omni.checkpoint.filesystem import BLOCK_BYTES, FileSystem
 from megascale_omni.checkpoint.manifest import FileRecord
 
 DTYPES = {
@@ -37,6 +38,9 @@ DTYPES = {
 """Names of dtypes in safetensors' headers."""
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 CHUNK_BYTES = 4 << 20
+_LARGE_BYTES = 64 * BLOCK_BYTES
+_BATCH_BYTES = 12 << 20
+_BATCH_CHUNKS = 256
 
 
 @dataclass(frozen=True)
@@ -101,44 +105,60 @@ def write(
 ) -> FileRecord:
     """Makes the file ``path`` of ``folder``, and returns when it is on disk (its folder is not synced).
 
-    ``release`` is called when the last chunk has been written, before the file is synced.
+    ``release`` is called whenever all chunks that were asked for so far have been written.
 
     Raises:
         OSError: of the file system. RuntimeError: chunks of another size than announced.
     """
-    digest, size = digests.new(digest_name), 0
+    digest, size, header = digests.new(digest_name), 0, _header(entries)
     file = files.create(folder / path)
     try:
-        for data in _all_bytes(entries):
-            file.write(data)
-            digest.update(data)
-            size += memoryview(data).nbytes
-        release()
+        for batch in _batches(_all_bytes(header, entries)):
+            file.write(*batch)
+            for data in batch:
+                digest.update(data)
+                size += len(data)
+            release()
         file.sync()
     finally:
         file.close()
-    expected = len(_header(entries)) + sum(entry.nbytes for entry in entries)
+    expected = len(header) + sum(entry.nbytes for entry in entries)
     if size != expected:
         raise RuntimeError(f"{path}: {size} bytes were written where {expected} were announced")
     return FileRecord(path, size, f"{digest_name}:{digest.hexdigest()}")
 
 
-def _all_bytes(entries: Sequence[Entry]) -> Iterator[Data]:
-    yield _header(entries)
+def _all_bytes(header: bytes, entries: Sequence[Entry]) -> Iterator[Data]:
+    yield header
     for entry in entries:
         for chunk in entry.chunks:
             yield chunk()
 
 
+def _batches(chunks: Iterable[Data]) -> Iterator[list[Data]]:
+    """Chunks for one call of the system each: a thread that sleeps through few long writes disturbs others least."""
+    batch: list[Data] = []
+    nbytes = 0
+    for data in chunks:
+        batch.append(data)
+        nbytes += len(data)
+        if nbytes >= _BATCH_BYTES or len(batch) == _BATCH_CHUNKS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
 def _header(entries: Sequence[Entry]) -> bytes:
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
         offsets = [begin, begin + entry.nbytes]
         header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         begin += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    alignment = BLOCK_BYTES if begin >= _LARGE_BYTES else 8
+    text += b" " * (-(len(text) + 8) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -89,8 +89,8 @@ def flat_pieces(
     return pieces
 
 
-def plan(pieces: Iterable[TensorPiece], *, path: str, register: Register) -> tuple[list[Entry], bytes]:
-    """The entries of this rank's file ``path``, and the index of it."""
+def plan(pieces: Iterable[TensorPiece], *, path: str, register: Register) -> tuple[list[Entry], Callable[[], bytes]]:
+    """The entries of this rank's file ``path``, and what makes its index; on any thread, at any time."""
     chosen = [piece for piece in pieces if piece.writes]
     counts: Counter[str] = Counter()
     entries = []
@@ -100,6 +100,10 @@ def plan(pieces: Iterable[TensorPiece], *, path: str, register: Register) -> tup
         name = piece.name if number == 1 else f"{piece.name}#{number}"
         chunks = _chunks(piece, register)
         entries.append(Entry(name, piece.tensor.dtype, piece.box.shape, chunks))
+    return entries, lambda: _index(chosen, places(path, entries))
+
+
+def _index(pieces: Sequence[TensorPiece], where: Sequence[Place]) -> bytes:
     index = [
         {
             "name": piece.name,
@@ -108,9 +112,9 @@ def plan(pieces: Iterable[TensorPiece], *, path: str, register: Register) -> tup
             "shape": piece.box.shape,
             "place": place.as_list(),
         }
-        for piece, place in zip(chosen, places(path, entries), strict=True)
+        for piece, place in zip(pieces, where, strict=True)
     ]
-    return entries, json.dumps(index).encode()
+    return json.dumps(index).encode()
 
 
 def _chunks(piece: TensorPiece, register: Register) -> list[Callable[[], Data]]:

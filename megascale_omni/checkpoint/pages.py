@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megascale_omni.checkpoint.datafile import Entry, Place, places, read_tensor
@@ -27,6 +28,7 @@ from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards
 from megascale_omni.optimizer.paged_adam import PagedAdam
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.tiers import ABSENT
 
 STATE_PLANES = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
 """What a checkpoint has of a page, in the order in which it lies in the file; the optimizer walks pages alike."""
@@ -79,11 +81,34 @@ class StoredPage:
 
 @dataclass(frozen=True)
 class PagesPlan:
-    """What a rank writes: entries of its data file, its index, and the stored pages as the next increment sees them."""
+    """What a rank writes, as the state is now.
 
+    Attributes:
+        entries: of its data file ``path``. listed: pages, with each plane's number among the entries, or its place in
+        an earlier checkpoint. modules, optimizer: of the index.
+    """
+
+    path: str
     entries: list[Entry]
-    index: bytes
-    pages: dict[PageAt, StoredPage]
+    listed: list[tuple[PageAt, int, int, dict[str, Place | int]]]
+    modules: dict[str, Any]
+    optimizer: dict[str, Any] | None
+
+    def stored(self) -> dict[PageAt, StoredPage]:
+        """The pages as the index has them, and as the next increment sees them. On any thread, at any time."""
+        written = places(self.path, self.entries)
+        return {
+            at: StoredPage(at, stop, last, {k: written[p] if isinstance(p, int) else p for k, p in planes.items()})
+            for at, stop, last, planes in self.listed
+        }
+
+    def index(self, stored: Mapping[PageAt, StoredPage]) -> bytes:
+        """The index. On any thread, at any time."""
+        pages = [
+            [*page.at, page.stop, page.last_step, {label: place.as_list() for label, place in page.planes.items()}]
+            for page in stored.values()
+        ]
+        return json.dumps({"modules": self.modules, "pages": pages, "optimizer": self.optimizer}).encode()
 
 
 def plan(
@@ -102,24 +127,27 @@ def plan(
     entries: list[Entry] = []
     pages: list[tuple[PageAt, int, int, dict[str, Place | int]]] = []
     for piece in pieces:
-        for name in piece.share.owned(piece.experts):
+        owned = piece.share.owned(piece.experts)
+        if adam is None:
+            piece.experts.manager.catch_up(piece.experts.pages, piece.experts.page_ids(Plane.WEIGHT, owned))
+        frozen = adam is not None and piece.experts not in adam.bindings
+        columns = _Columns.of(piece.experts, owned, with_state=adam is not None)
+        for row, name in enumerate(owned):
             at, neurons = piece.at(name), piece.experts.layout.neurons(name[1])
             known = base.get(at) if base is not None else None
             planes: dict[str, Place | int] = {}
-            for plane in _planes(piece.experts, name, with_state=adam is not None):
+            for plane in columns.planes(piece.experts, row, name):
                 label = plane.name.lower()
-                if known is not None and label in known.planes and not _changed(piece.experts, plane, name):
+                if known is not None and label in known.planes and not columns.changed[plane][row]:
                     planes[label] = known.planes[label]
                 else:
                     planes[label] = len(entries)
-                    entries.append(_entry(piece, name, plane, register))
-            pages.append((at, neurons.stop, _last_step(piece.experts, name), planes))
-    written = places(path, entries)
-    stored = {
-        at: StoredPage(at, stop, last, {k: written[p] if isinstance(p, int) else p for k, p in planes.items()})
-        for at, stop, last, planes in pages
-    }
-    return PagesPlan(entries, _index(pieces, adam, stored), stored)
+                    entries.append(_entry(piece, name, plane, int(columns.ids[plane][row]), register))
+            # Frozen experts miss no step: nothing is applied to them.
+            last = adam.num_steps if frozen and adam is not None else int(columns.last_step[row])
+            pages.append((at, neurons.stop, last, planes))
+    optimizer = None if adam is None else _optimizer_index(adam)
+    return PagesPlan(path, entries, pages, _modules_index(pieces, adam), optimizer)
 
 
 def mark_saved(pieces: Iterable[ExpertsPiece], changed: bool = False) -> None:
@@ -130,23 +158,30 @@ def mark_saved(pieces: Iterable[ExpertsPiece], changed: bool = False) -> None:
             piece.experts.manager.table.changed[ids] = changed
 
 
-def _changed(experts: PagedExperts, plane: Plane, name: PageName) -> bool:
-    return bool(experts.manager.table.changed[experts.page_ids(plane, [name])[0]])
+@dataclass(frozen=True)
+class _Columns:
+    """What the page table says of a module's pages, in the order of their names, plane by plane."""
 
+    ids: Mapping[Plane, np.ndarray]
+    present: Mapping[Plane, np.ndarray]
+    changed: Mapping[Plane, np.ndarray]
+    last_step: np.ndarray
 
-def _last_step(experts: PagedExperts, name: PageName) -> int:
-    return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
+    @classmethod
+    def of(cls, experts: PagedExperts, names: Sequence[PageName], *, with_state: bool) -> _Columns:
+        table = experts.manager.table
+        wanted = [p for p in STATE_PLANES if p in experts.pages.dtypes] if with_state else [Plane.WEIGHT]
+        ids = {plane: experts.page_ids(plane, names) for plane in wanted}
+        present = {plane: table.tier[of_plane] != ABSENT for plane, of_plane in ids.items()}
+        changed = {plane: table.changed[of_plane] for plane, of_plane in ids.items()}
+        return cls(ids, present, changed, table.last_step[ids[Plane.WEIGHT]])
 
-
-def _planes(experts: PagedExperts, name: PageName, *, with_state: bool) -> list[Plane]:
-    if not with_state:
-        experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
-        return [Plane.WEIGHT]
-    dtypes = experts.pages.dtypes
-    here = [p for p in STATE_PLANES if p in dtypes and experts.manager.present(experts.pages, p)[name]]
-    if Plane.MASTER in here and Plane.MOMENT1 not in here and _master_is_weights(experts, name):
-        here.remove(Plane.MASTER)
-    return here
+    def planes(self, experts: PagedExperts, row: int, name: PageName) -> list[Plane]:
+        """The planes of a page that are stored; see [Note: what is not stored]."""
+        here = [plane for plane, present in self.present.items() if present[row]]
+        if Plane.MASTER in here and Plane.MOMENT1 not in here and _master_is_weights(experts, name):
+            here.remove(Plane.MASTER)
+        return here
 
 
 def _master_is_weights(experts: PagedExperts, name: PageName) -> bool:
@@ -154,10 +189,9 @@ def _master_is_weights(experts: PagedExperts, name: PageName) -> bool:
         return torch.equal(weights.page(*name).float(), masters.page(*name))
 
 
-def _entry(piece: ExpertsPiece, name: PageName, plane: Plane, register: Register) -> Entry:
+def _entry(piece: ExpertsPiece, name: PageName, plane: Plane, page_id: int, register: Register) -> Entry:
     experts = piece.experts
     numel, dtype = experts.layout.page_numel(name[1]), experts.pages.dtypes[plane]
-    page_id = int(experts.page_ids(plane, [name])[0])
     path, expert, start = piece.at(name)
     chunk = register(page_id, _reader(experts, plane, name, page_id), numel * dtype.itemsize)
     return Entry(f"{path}|{expert}|{start}|{plane.name.lower()}", dtype, (numel,), [chunk])
@@ -173,7 +207,7 @@ def _reader(experts: PagedExperts, plane: Plane, name: PageName, page_id: int) -
     return read
 
 
-def _index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None, stored: Mapping[PageAt, StoredPage]) -> bytes:
+def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> dict[str, Any]:
     modules = {}
     for piece in pieces:
         binding = None if adam is None else adam.bindings.get(piece.experts)
@@ -184,14 +218,10 @@ def _index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None, stored: Mappi
             "gated": shape.gated,
             "bias": shape.bias,
             "num_experts": piece.num_experts,
+            "style": piece.experts.names.style,
             "groups": None if binding is None else [binding.weights, binding.biases],
         }
-    pages = [
-        [*page.at, page.stop, page.last_step, {label: place.as_list() for label, place in page.planes.items()}]
-        for page in stored.values()
-    ]
-    optimizer = None if adam is None else _optimizer_index(adam)
-    return json.dumps({"modules": modules, "pages": pages, "optimizer": optimizer}).encode()
+    return modules
 
 
 def _optimizer_index(adam: PagedAdam) -> dict[str, Any]:

@@ -24,11 +24,17 @@ from megascale_omni.paging.planes import Plane
 
 @dataclass(frozen=True)
 class StoredModule:
-    """A module as it was saved: sizes, experts of the whole model, histories of its weights' and biases' groups."""
+    """A module as it was saved.
+
+    Attributes:
+        shape: sizes of an expert. num_experts: of the whole model. histories: of its weights' and biases' groups.
+        style: names of its tensors, empty where older builds saved it.
+    """
 
     shape: ExpertShape
     num_experts: int
     histories: tuple[Group | None, Group | None]
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class PagesIndex:
         for path, item in content["modules"].items():
             shape = ExpertShape(hidden=item["hidden"], ffn=item["ffn"], gated=item["gated"], bias=item["bias"])
             weights, biases = (None if g is None else groups[g] for g in item["groups"] or (None, None))
-            module = StoredModule(shape, item["num_experts"], (weights, biases))
+            module = StoredModule(shape, item["num_experts"], (weights, biases), item.get("style", ""))
             if self.modules.setdefault(path, module) != module:
                 raise ValueError(f"checkpoint {self.folder}: its ranks say different things about {path}")
         for path, expert, start, stop, last_step, planes in content["pages"]:
@@ -154,6 +160,9 @@ def load_pages(index: PagesIndex, pieces: Sequence[ExpertsPiece], adam: PagedAda
         manager.drop(_present(experts, Plane.GRADIENT))
         bound = adam is not None and with_state and experts in adam.bindings
         owned = set(adam.shards.owned(experts)) if bound and adam is not None else set()
+        if adam is not None and with_state and not bound:
+            _make_planes(index, piece)
+            owned = set(piece.share.owned(experts))
         for name in _names(experts):
             _load_page(index, piece, name, with_state=name in owned, catch_up=not bound)
             if not bound:
@@ -170,6 +179,16 @@ def load_pages(index: PagesIndex, pieces: Sequence[ExpertsPiece], adam: PagedAda
             adam.sync_weights(experts)
 
 
+def _make_planes(index: PagesIndex, piece: ExpertsPiece) -> None:
+    """Gives frozen experts the planes that are stored of them, so that their state is there when they thaw."""
+    stored = {
+        label for (path, _), pages in index.pages.items() if path == piece.path for p in pages for label in p.planes
+    }
+    for plane in STATE_PLANES[1:]:
+        if plane.name.lower() in stored:
+            piece.experts.manager.set_plane_dtype(piece.experts.pages, plane, torch.float32)
+
+
 def _present(experts: PagedExperts, plane: Plane) -> Any:  # noqa: ANN401 - page ids
     if plane not in experts.pages.dtypes:
         return experts.page_ids(Plane.WEIGHT, [])
@@ -183,14 +202,14 @@ def _load_page(index: PagesIndex, piece: ExpertsPiece, name: PageName, *, with_s
     pages = index.covering(at, neurons.stop)
     exact = len(pages) == 1 and (pages[0].at[2], pages[0].stop) == (neurons.start, neurons.stop)
     caught_up = catch_up or not exact
-    state = _PageState.read(index, piece, pages, neurons, catch_up=caught_up)
+    state = planes_of(index, at[:2], neurons, catch_up=caught_up)
     last = (index.num_steps or 0) if caught_up else pages[0].last_step
     for plane in STATE_PLANES:
-        tensor = state.planes.get(plane)
+        tensor = state.get(plane)
         if plane is not Plane.WEIGHT and not with_state:
             continue
         if plane is Plane.MASTER and plane in experts.pages.dtypes and tensor is None:
-            tensor = state.planes[Plane.WEIGHT].float()
+            tensor = state[Plane.WEIGHT].float()
         _put(experts, plane, name, tensor)
     experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = last
 
@@ -211,24 +230,21 @@ def _put(experts: PagedExperts, plane: Plane, name: PageName, tensor: torch.Tens
         lease.page(*name).copy_(tensor)
 
 
-@dataclass
-class _PageState:
-    """Planes of one page of the run, put together from stored pages."""
+def planes_of(
+    index: PagesIndex, expert: tuple[str, int], neurons: slice, *, catch_up: bool
+) -> dict[Plane, torch.Tensor]:
+    """The stored planes of neurons ``neurons`` of an expert (module path, global number), flat, as one page.
 
-    planes: dict[Plane, torch.Tensor]
-
-    @classmethod
-    def read(
-        cls, index: PagesIndex, piece: ExpertsPiece, pages: Sequence[StoredPage], neurons: slice, *, catch_up: bool
-    ) -> _PageState:
-        """From the stored pages that cover ``neurons``; ``catch_up`` applies the steps that each has missed."""
-        parts = [(page, _read(index, page)) for page in pages]
-        if catch_up and index.num_steps is not None:
-            for page, planes in parts:
-                _replay(index, piece, page, planes)
-        if len(parts) == 1 and (pages[0].at[2], pages[0].stop) == (neurons.start, neurons.stop):
-            return cls(parts[0][1])
-        return cls(_recut(piece.experts, parts, neurons))
+    ``catch_up`` applies the steps that the stored pages have missed; needed where they are cut otherwise.
+    """
+    pages = index.covering((*expert, neurons.start), neurons.stop)
+    parts = [(page, _read(index, page)) for page in pages]
+    if catch_up and index.num_steps is not None:
+        for page, planes in parts:
+            _replay(index, expert[0], page, planes)
+    if len(parts) == 1 and (pages[0].at[2], pages[0].stop) == (neurons.start, neurons.stop):
+        return parts[0][1]
+    return _recut(index.modules[expert[0]].shape, parts, neurons)
 
 
 def _read(index: PagesIndex, page: StoredPage) -> dict[Plane, torch.Tensor]:
@@ -241,9 +257,9 @@ def _read(index: PagesIndex, page: StoredPage) -> dict[Plane, torch.Tensor]:
     return planes
 
 
-def _replay(index: PagesIndex, piece: ExpertsPiece, page: StoredPage, planes: dict[Plane, torch.Tensor]) -> None:
+def _replay(index: PagesIndex, path: str, page: StoredPage, planes: dict[Plane, torch.Tensor]) -> None:
     """Applies the steps that a stored page has missed, as the optimizer would have on the next read."""
-    module = index.modules[piece.path]
+    module = index.modules[path]
     weights, biases = module.histories
     if weights is None or index.num_steps is None or page.last_step >= index.num_steps:
         return
@@ -277,10 +293,9 @@ def _layout_of(shape: ExpertShape, page: StoredPage) -> PageLayout:
 
 
 def _recut(
-    experts: PagedExperts, parts: Sequence[tuple[StoredPage, dict[Plane, torch.Tensor]]], neurons: slice
+    shape: ExpertShape, parts: Sequence[tuple[StoredPage, dict[Plane, torch.Tensor]]], neurons: slice
 ) -> dict[Plane, torch.Tensor]:
     """One page of neurons ``neurons`` from stored pages of other neurons, plane by plane."""
-    shape = experts.shape
     target_page = StoredPage((parts[0][0].at[0], parts[0][0].at[1], neurons.start), neurons.stop, 0, {})
     result: dict[Plane, torch.Tensor] = {}
     for plane in {plane for _, planes in parts for plane in planes}:
@@ -334,10 +349,8 @@ def _load_history(index: PagesIndex, pieces: Sequence[ExpertsPiece], adam: Paged
         for number, group in zip((binding.weights, binding.biases), index.modules[piece.path].histories, strict=True):
             if number is None:
                 continue
-            if group is None:
-                raise ValueError(
-                    f"the checkpoint has no optimizer state of {piece.path}: it was frozen when it was saved"
-                )
+            if group is None:  # it was frozen when it was saved, at its last step or before the first one
+                continue
             if groups.setdefault(number, group) != group:
                 raise ValueError(
                     f"{piece.path} is in a parameter group with modules whose steps had other settings when they were "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -66,8 +67,11 @@ def of_run() -> Ranks:
     return GroupRanks() if dist.is_available() and dist.is_initialized() else SingleRank()
 
 
-def agreed_error(ranks: Ranks, error: BaseException | None) -> str | None:
-    """What went wrong on any rank, the same text on all of them; None where nothing did. A collective."""
-    texts = ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
-    failed = [f"{text} (rank {rank})" for rank, text in enumerate(texts) if text is not None]
-    return failed[0] if failed else None
+def described(error: BaseException) -> str:
+    """An error as other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def first_of(errors: Sequence[str | None]) -> str | None:
+    """Of all ranks' errors the first one, with its rank; the same text on every rank. None where there is none."""
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(errors) if text is not None), None)

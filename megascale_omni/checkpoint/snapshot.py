@@ -54,7 +54,7 @@ class Snapshot:
         self.peak_staged_bytes = 0
         self._chunks: dict[object, list[_Chunk]] = {}
         self._staged_bytes = 0
-        self._current: _Chunk | None = None
+        self._current: list[_Chunk] = []
         self._ended = False
         self._changed = threading.Condition()
 
@@ -67,15 +67,14 @@ class Snapshot:
     # -- the writer ----------------------------------------------------------------------------------------------------
 
     def _take(self, chunk: _Chunk) -> Data:
-        """The chunk's bytes; what was taken before has been written."""
+        """The chunk's bytes, which the trainer leaves alone until the writer releases them."""
         with self._changed:
-            self._finish_current()
             chunk.state = ChunkState.WRITING
-            self._current = chunk
+            self._current.append(chunk)
         return chunk.staged if chunk.staged is not None else chunk.read()
 
     def release(self) -> None:
-        """What was taken last has been written."""
+        """What was taken so far has been written."""
         with self._changed:
             self._finish_current()
 
@@ -87,13 +86,13 @@ class Snapshot:
             self._changed.notify_all()
 
     def _finish_current(self) -> None:
-        chunk, self._current = self._current, None
-        if chunk is not None:
+        for chunk in self._current:
             chunk.state = ChunkState.DONE
             if chunk.staged is not None:
                 self._staged_bytes -= chunk.nbytes
                 chunk.staged = None
-            self._changed.notify_all()
+        self._current.clear()
+        self._changed.notify_all()
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
 

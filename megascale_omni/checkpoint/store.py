@@ -90,8 +90,12 @@ class Store:
     keep: int | None = None
     digest: str = field(default_factory=digests.default_name)
 
-    def draft(self, tag: str, folders: Sequence[str]) -> tuple[Path, int]:
-        """Makes an empty draft with ``folders``; its path and the sequence number it will have."""
+    def draft_of(self, tag: str) -> Path:
+        """Where the draft of a checkpoint is made."""
+        return self.root / f"{DRAFT}{tag}"
+
+    def draft(self, tag: str, folders: Sequence[str]) -> None:
+        """Makes an empty draft with ``folders``, and removes what a crash left of earlier ones."""
         if not tag or tag.startswith(".") or "/" in tag or tag.endswith(REPLACED):
             raise ValueError(f"tag {tag!r} cannot name a checkpoint's folder")
         if not self.root.is_dir():
@@ -99,13 +103,15 @@ class Store:
         for left in sorted(self.root.iterdir()):
             if left.name.startswith((DRAFT, TRASH)):
                 self.files.remove(left)
-        found, _ = list_checkpoints(self.root)
-        sequence = 1 + max((f.manifest.sequence for f in found), default=0)
-        path = self.root / f"{DRAFT}{tag}"
+        path = self.draft_of(tag)
         self.files.make_folder(path)
         for folder in folders:
             self.files.make_folder(path / folder)
-        return path, sequence
+
+    def next_sequence(self) -> int:
+        """The sequence number of a checkpoint that is newer than all that there are."""
+        found, _ = list_checkpoints(self.root)
+        return 1 + max((f.manifest.sequence for f in found), default=0)
 
     def write(self, draft: Path, path: str, data: bytes) -> FileRecord:
         """Writes a small file of a draft."""

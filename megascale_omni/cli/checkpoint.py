@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megascale_omni.cli import checkpoint_convert
+
 if TYPE_CHECKING:
     from megascale_omni.checkpoint.store import Found
 
@@ -23,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collect = commands.add_parser("gc", help="remove all but the newest checkpoints and what they need")
     for command in (listing, verify, show, collect):
         command.add_argument("folder", type=Path, help="FOLDER, or for verify and show FOLDER/TAG")
+    checkpoint_convert.add_arguments(
+        commands.add_parser("convert", help="to Megatron's or Hugging Face's format, or back")
+    )
     show.add_argument("--json", action="store_true", help="everything, as JSON")
     collect.add_argument("--keep", type=int, default=2, help="how many of the newest stay (default and least 2)")
     collect.add_argument("--dry-run", action="store_true", help="name them, remove nothing")
@@ -30,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run a sub-command; 1 where something is damaged."""
-    return {"ls": _ls, "verify": _verify, "show": _show, "gc": _gc}[args.what](args)
+    commands = {"ls": _ls, "verify": _verify, "show": _show, "gc": _gc, "convert": checkpoint_convert.run}
+    return commands[args.what](args)
 
 
 def _list(folder: Path) -> list[Found]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megascale_omni.checkpoint.scratch import MakeTensors, in_memory
 from megascale_omni.experts.completion import leased
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
@@ -359,16 +360,16 @@ class PagedAdam:
         return float(total)
 
     @torch.no_grad()
-    def dense(self, experts: PagedExperts, plane: Plane) -> dict[str, torch.Tensor]:
+    def dense(self, experts: PagedExperts, plane: Plane, *, make: MakeTensors | None = None) -> dict[str, torch.Tensor]:
         """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
         if self.shards.size == 1 or plane is Plane.WEIGHT:
             self.fetch_all(experts)
-            return experts.dense(plane)
+            return experts.dense(plane, make=make)
         if self.fetcher is not None:
             for name in self.shards.owned(experts):
                 self._catch_up_owned(experts, name)
-        dtype = experts.pages.dtypes[plane]
-        tensors = {t.name: torch.zeros(t.shape, dtype=dtype) for t in experts.names.tensors()}
+        shapes = {tensor.name: tensor.shape for tensor in experts.names.tensors()}
+        tensors = (make or in_memory)(shapes, experts.pages.dtypes[plane])
 
         def write(name: PageName, part: torch.Tensor) -> None:
             experts.names.gather({name: part}, tensors)

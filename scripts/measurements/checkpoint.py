@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from scripts.measurements.checkpoint_kills import RUNS, killed_runs
 from scripts.measurements.checkpoint_kills import flags_of as flags_of_kill
 from scripts.measurements.checkpoint_kills import run as run_killed
 from scripts.measurements.checkpoint_model import increment_ratio, memory_ratio
+from scripts.measurements.checkpoint_stall import stall
 from scripts.measurements.rows import Context, Row
 from scripts.measuring.processes import ROOT
 from scripts.measuring.progress import say
@@ -124,19 +121,11 @@ def _seconds_to_next_step(context: Context) -> float:
 
 
 def _stall(context: Context) -> float:
-    """R4: what a save beside training adds to the call and to the next step, in steps."""
+    """R4: the price of a save beside training, call, writing and making it count, in steps."""
     with tempfile.TemporaryDirectory(prefix="megascale-stall-") as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        flags = f"{_QUICKSTART} --train-iters 40 --save-interval 8 --save {folder}/run --metrics-jsonl {metrics}"
-        paged = "--megascale --megascale-checkpoint-format paged --megascale-checkpoint-beside on"
-        command = [sys.executable, "scripts/pretrain_moe.py", *flags.split(), *paged.split()]
-        subprocess.run([*command, "--data-path", str(context.data_path)], cwd=ROOT, check=True, stdout=sys.stderr)
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = {r["iteration"]: r["step_seconds"] for r in records if r["event"] == "step"}
-    saves = {r["iteration"]: r["seconds"] for r in records if r["event"] == "checkpoint"}
-    usual = statistics.median(t for i, t in steps.items() if i > 4 and i not in saves and i - 1 not in saves)
-    stalls = [t + steps[i + 1] - usual for i, t in saves.items() if i + 1 in steps]
-    return statistics.median(stalls) / usual
+        found = stall(context.data_path, Path(folder) / "run")
+    say("    " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    return found["steps"]
 
 
 def _in_folder(context: Context, measure: object) -> float:

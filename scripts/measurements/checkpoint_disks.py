@@ -114,13 +114,15 @@ class RecordingFile:
     path: Path
     node: Node
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.files.check()
-        assert self.node.data is not None
-        with self.path.open("ab") as file:
-            file.write(data)
-        self.node.data += data
-        self.files.done(f"write {self.path.name}")
+    def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Every part is an operation of its own."""
+        for data in parts:
+            self.files.check()
+            assert self.node.data is not None
+            with self.path.open("ab") as file:
+                file.write(data)
+            self.node.data += data
+            self.files.done(f"write {self.path.name}")
 
     def sync(self) -> None:
         self.files.check()

@@ -1,4 +1,9 @@
-"""Ranks killed with SIGKILL at random moments, and how the run comes back."""
+"""Ranks killed with SIGKILL at random moments, and how the run comes back.
+
+    python -m scripts.measurements.checkpoint_kills TEXT 10     makes ten more runs
+
+What is found out is added to a file, a line a run; a measurement makes a few more and counts all of them.
+"""
 
 from __future__ import annotations
 
@@ -100,13 +105,13 @@ def _kill(launcher: int, rank: int, struck: list[float]) -> None:
         return  # it ended before
 
 
-def killed_runs(data_path: Path, *, runs: int = RUNS) -> list[Killed]:
-    """``runs`` runs in all, those of earlier calls included, in turn on 2 and on 4 ranks."""
+def killed_runs(data_path: Path, *, more: int = 2) -> list[Killed]:
+    """All runs so far, ``more`` of them new as long as there are fewer than ``RUNS``; in turn on 2 and on 4 ranks."""
     RESULTS.parent.mkdir(exist_ok=True)
     done = [Killed(**json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     references: dict[int, tuple[dict[int, set[float]], float]] = {}
     with tempfile.TemporaryDirectory(prefix="megascale-kills-") as folder:
-        for seed in range(len(done), runs):
+        for seed in range(len(done), min(RUNS, len(done) + more)):
             ranks = 2 if seed % 2 == 0 else 4
             if ranks not in references:
                 alone, start = Path(folder) / f"alone-{ranks}", time.monotonic()
@@ -125,3 +130,8 @@ def killed_runs(data_path: Path, *, runs: int = RUNS) -> list[Killed]:
             with RESULTS.open("a") as file:
                 file.write(json.dumps(asdict(done[-1])) + "\n")
     return done
+
+
+if __name__ == "__main__":
+    found = killed_runs(Path(sys.argv[1]), more=int(sys.argv[2]))
+    say(f"{sum(run.ended and run.equal for run in found)} of {len(found)} came back with equal losses")

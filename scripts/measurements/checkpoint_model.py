@@ -94,7 +94,7 @@ def memory_ratio(folder: Path) -> float:
     checkpoints = Checkpointer(folder, staging_bytes=8 << 20)
     for _ in range(3):
         model.step(list(range(EXPERTS)))
-    before = _peak_of(lambda: model.step(list(range(EXPERTS))))
+    before = peak_of(lambda: model.step(list(range(EXPERTS))))
     with writes_announced(checkpoints, model.state.experts):
 
         def saved() -> None:
@@ -104,12 +104,12 @@ def memory_ratio(folder: Path) -> float:
             if problem is not None:
                 raise RuntimeError(problem)
 
-        during = _peak_of(saved)
+        during = peak_of(saved)
     checkpoints.close()
     return max(0, during - before) / model.nbytes
 
 
-def _peak_of(work: object) -> int:
+def peak_of(work: object) -> int:
     """Peak resident bytes of this process during ``work``."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     assert callable(work)

@@ -8,58 +8,38 @@ iteration, model (model0, model1 ... with virtual stages), optimizer, opt_param_
 """
 
 import argparse
-import queue
 import random
 import shutil
-from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.safe_globals import register_safe_globals
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from .errors import LocalUsageError, UsageError
+from .checkpoint_checks import (
+    cause,
+    check_schedule,
+    check_shape,
+    check_tensors,
+    describe,
+    is_plain,
+    load_or_refuse,
+    read_common,
+)
+from .checkpoint_writer import InProcessSave
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 3.0
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "swiglu",
-    "quick_geglu",
-    "add_bias_linear",
-    "normalization",
-    "untie_embeddings_and_output_weights",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
-)
-"""Arguments that must be the same to load the weights. Those that a checkpoint does not name are not compared."""
-
-
-_UNREADABLE = (CheckpointingException, UnpicklingError, OSError, EOFError, RuntimeError, KeyError, AttributeError)
-"""What stock's readers raise for a damaged checkpoint."""
 
 
 def save(trainer: "Trainer", folder: str | Path) -> str:
@@ -85,7 +65,7 @@ def save(trainer: "Trainer", folder: str | Path) -> str:
     except (CheckpointException, OSError, RuntimeError) as error:
         if trainer.is_first_rank:
             shutil.rmtree(path, ignore_errors=True)
-        raise RuntimeError(f"the checkpoint {path} could not be written: {_describe(_cause(error))}") from error
+        raise RuntimeError(f"the checkpoint {path} could not be written: {describe(cause(error))}") from error
     torch.distributed.barrier()
     if trainer.is_first_rank:
         tracker = Path(folder) / TRACKER
@@ -114,20 +94,22 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
     path = _iteration_folder(folder, iteration)
     register_safe_globals()
     common: dict[str, Any] = {}
-    trainer.distributed.agree(lambda: common.update(_read_common(path)))
+    trainer.distributed.agree(lambda: common.update(read_common(path)))
     with_optimizer, with_rng = not (args.finetune or args.no_load_optim), not (args.finetune or args.no_load_rng)
     trainer.distributed.agree(lambda: check_shape(args, common["args"], path, with_optimizer=with_optimizer))
+    if with_optimizer:
+        trainer.distributed.agree(lambda: check_schedule(trainer, common["opt_param_scheduler"], path))
     metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with_rng = with_rng and _same_layout(args, common["args"])
     template = _state_dict(trainer, metadata, loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
-    trainer.distributed.agree(lambda: _check_tensors(template, path))
-    state = _load_or_refuse(template, path)
+    trainer.distributed.agree(lambda: check_tensors(template, path))
+    state = load_or_refuse(template, path)
     for name, chunk in _chunks(trainer):
         chunk.load_state_dict(state[name])
     if with_optimizer:
         trainer.optimizer.load_state_dict(state["optimizer"])
-        load_schedule(trainer, state["opt_param_scheduler"])
+        trainer.scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
         trainer.optimizer.reload_model_params()
     if with_rng:
@@ -136,17 +118,6 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
         trainer.iteration = int(state["iteration"])
         trainer.consumed_samples = int(state["args"].consumed_train_samples)
     torch.distributed.barrier()
-
-
-def load_schedule(trainer: "Trainer", state: dict[str, Any]) -> None:
-    """Continue the learning-rate schedule. UsageError where the checkpoint's is another one."""
-    try:
-        trainer.scheduler.load_state_dict(state)
-    except AssertionError as error:
-        raise UsageError(
-            f"the checkpoint continues another schedule: {error}. Keep its settings with "
-            "--use-checkpoint-opt-param-scheduler, or take the new ones with --override-opt-param-scheduler"
-        ) from error
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -216,13 +187,6 @@ def _state_dict(
     return state
 
 
-def is_plain(value: object) -> bool:
-    """Whether `torch.load` accepts the value without unpickling code."""
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def _unwrapped(chunk: MegatronModule) -> MegatronModule:
     """The module inside wrappers, as Megatron-LM saves it."""
     while hasattr(chunk, "module"):
@@ -260,87 +224,6 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def _read_common(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise UsageError(f"the checkpoint {path} does not exist")
-    try:
-        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
-    except _UNREADABLE as error:
-        raise UsageError(f"the checkpoint {path} cannot be read: {_describe(error)}") from error
-    if "args" not in common or "iteration" not in common:
-        raise UsageError(f"the checkpoint {path} is incomplete: it names no arguments or no iteration")
-    return common
-
-
-def check_shape(
-    args: argparse.Namespace,
-    saved: argparse.Namespace,
-    path: Path,
-    *,
-    with_optimizer: bool,
-    elastic: bool = False,
-) -> None:
-    """Refuse a checkpoint whose arguments `saved` do not fit; an `elastic` one fits every layout. UsageError."""
-    missing = object()
-    different = [
-        f"{name} {getattr(saved, name)} (here {getattr(args, name)})"
-        for name in _SHAPE
-        if getattr(saved, name, missing) not in (missing, getattr(args, name))
-    ]
-    if different:
-        raise UsageError(
-            f"the checkpoint {path} is of another shape: {', '.join(different)}. Use its settings, or another --load"
-        )
-    if not with_optimizer:
-        return
-    remedy = "use its settings, or load the weights alone with --no-load-optim"
-    for name in ("optimizer", "bf16") if elastic else ("use_distributed_optimizer", "optimizer", "bf16"):
-        if getattr(saved, name, getattr(args, name)) != getattr(args, name):
-            raise UsageError(f"the checkpoint {path} was saved with {name}={getattr(saved, name)}: {remedy}")
-    if getattr(saved, "no_save_optim", False):
-        raise UsageError(f"the checkpoint {path} was saved with --no-save-optim: load it with --no-load-optim")
-    if elastic:
-        return
-    layouts = ["expert_model_parallel_size"]
-    if args.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False):
-        layouts += ["pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
-    for name in layouts:
-        if getattr(saved, name, getattr(args, name)) != getattr(args, name):
-            raise UsageError(
-                f"the optimizer state of the checkpoint {path} was saved at {name}={getattr(saved, name)}, "
-                f"here it is {getattr(args, name)}, and stock cannot convert it: {remedy}"
-            )
-
-
-def _check_tensors(template: dict[str, Any], path: Path) -> None:
-    """Compare the shapes of all tensors wanted with those stored, so that nothing is loaded in part."""
-    try:
-        stored = dist_checkpointing.load_tensors_metadata(str(path))
-    except _UNREADABLE as error:
-        raise UsageError(f"the checkpoint {path} cannot be read: {_describe(error)}") from error
-    wanted: dict[str, ShardedTensor] = {}
-    _collect_tensors(template, wanted)
-    for key, tensor in wanted.items():
-        if key not in stored:
-            raise UsageError(f"the checkpoint {path} has no tensor {key}: it is of another shape or layout")
-        if tuple(stored[key].global_shape) != tuple(tensor.global_shape):
-            raise UsageError(
-                f"the checkpoint {path} is of another shape: {key} is {tuple(stored[key].global_shape)}, "
-                f"here {tuple(tensor.global_shape)}"
-            )
-
-
-def _collect_tensors(value: object, found: dict[str, ShardedTensor]) -> None:
-    if isinstance(value, ShardedTensor):
-        found[value.key] = value
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect_tensors(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect_tensors(item, found)
-
-
 def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
     """Random numbers belong to ranks: they continue only where the ranks are laid out as they were."""
     names = (
@@ -352,69 +235,3 @@ def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
     return not getattr(saved, "no_save_rng", False) and all(
         getattr(saved, name, None) == getattr(args, name) for name in names
     )
-
-
-def _load_or_refuse(template: dict[str, Any], path: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = dist_checkpointing.load(template, str(path))
-    except CheckpointException as error:  # the reader tells every rank what struck one of them
-        raise UsageError(f"the checkpoint {path} cannot be read: {_describe(_cause(error))}") from error
-    except _UNREADABLE as error:
-        raise LocalUsageError(f"the checkpoint {path} does not load here: {_describe(error)}") from error
-    return state
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What struck a rank, where the writer or reader of all of them says so."""
-    if isinstance(error, CheckpointException) and error.failures:
-        _, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        assert isinstance(cause, BaseException)
-        return cause
-    return error
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """Stock's `torch_dist` writer, in this process.
-
-    Stock forks a writer process and starts a manager process to collect its results. Both serve asynchronous saves;
-    here they would copy a process full of threads and import the main script again.
-    """
-
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
-        results: queue.Queue[Any] = queue.Queue()
-        found, filesystem_async._results_queue = filesystem_async._results_queue, results
-        try:
-            request = super().async_save(sharded_state_dict, checkpoint_dir)
-        finally:
-            filesystem_async._results_queue = found
-        if request.async_fn is None:  # nothing to write on this rank
-            return request
-        transforms = request.async_fn.args[0]
-        return request._replace(async_fn=partial(_write_here, transforms))
-
-
-def _write_here(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
-    """Write each bucket into its file and put {bucket: results} or the first exception into `results`, as stock."""
-    written: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        outcomes: queue.Queue[Any] = queue.Queue()
-        pending: queue.Queue[Any] = queue.Queue()
-        pending.put(index)
-        FileSystemWriterAsync.write_preloaded_data(
-            transforms,
-            local_proc_idx=index,
-            write_bucket=bucket,
-            results_queue=outcomes,
-            count_queue=pending,
-            use_fsync=True,
-        )
-        _, outcome = outcomes.get_nowait()
-        if isinstance(outcome, Exception):
-            results.put(outcome)
-            return
-        written[index] = outcome
-    results.put(written)

@@ -10,7 +10,7 @@ from megascale_omni.checkpoint.checkpointer import SaveError
 from megascale_omni.checkpoint.store import is_store
 from megatron_ext.checkpoints import PagedCheckpoints, Position
 
-from .checkpointing import check_shape, is_plain, load_schedule
+from .checkpoint_checks import check_schedule, check_shape, is_plain
 from .errors import LocalUsageError, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class TrainerCheckpoints:
         def check(position: Position) -> None:
             saved = argparse.Namespace(**position.values["args"])
             check_shape(args, saved, Path(self.folder), with_optimizer=with_optimizer, elastic=True)
+            if with_optimizer and position.schedule is not None:
+                check_schedule(trainer, dict(position.schedule), Path(self.folder))
 
         try:
             position = self._checkpoints.load(
@@ -81,7 +83,7 @@ class TrainerCheckpoints:
             return False
         if with_optimizer:
             assert position.schedule is not None
-            load_schedule(trainer, dict(position.schedule))
+            trainer.scheduler.load_state_dict(dict(position.schedule))
         if not args.finetune:
             trainer.iteration = position.iteration
             trainer.consumed_samples = int(position.values["consumed_samples"])

@@ -1,6 +1,7 @@
 """What the ranks of these tests do, as functions of a job (see tests/distributed/pool.py)."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,6 +83,38 @@ def loaded(rank: int, world: int, *, case: Case, folder: str, optimizer_states: 
         state = read_state(side.engine)
         side.engine.destroy()
         return state
+
+
+def saved_elastic(rank: int, world: int, *, case: Case, folder: str) -> tuple[State, list[tuple[float, float | None]]]:
+    """The state of a run that has saved its third step in the project's own format, and its next two losses."""
+    with fresh_deepspeed():
+        side = side_of(case)
+        steps(side, rank, world, range(3))
+        deepspeed_ext_of().save_elastic(side.engine, folder, client_state={"epoch": 7})
+        state = read_state(side.engine)
+        after = steps(side, rank, world, range(3, 5))
+        side.engine.destroy()
+        return state, after
+
+
+def loaded_elastic(
+    rank: int, world: int, *, case: Case, folder: str
+) -> tuple[State, list[tuple[float, float | None]], object]:
+    """The state of a run that loads it, its next two losses, and the client state and position."""
+    with fresh_deepspeed():
+        side = side_of(case)
+        client = deepspeed_ext_of().load_elastic(side.engine, folder)
+        state = read_state(side.engine)
+        position = side.engine.global_steps
+        after = steps(side, rank, world, range(3, 5))
+        side.engine.destroy()
+        return state, after, (client, position)
+
+
+def deepspeed_ext_of() -> Any:
+    import deepspeed_ext.elastic
+
+    return deepspeed_ext.elastic
 
 
 def fp32_of(rank: int, world: int, *, folder: str) -> dict[str, torch.Tensor]:

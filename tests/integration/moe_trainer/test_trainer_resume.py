@@ -1,5 +1,6 @@
 """An interrupted run continues as if it had not been; a checkpoint that does not fit is refused alike everywhere."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -136,14 +137,19 @@ class TestRefusal:
             ("--untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights False (here True)"),
             ("--qk-layernorm", "has no tensor"),
             ("--use-distributed-optimizer", "was saved with use_distributed_optimizer=False"),
-            ("--lr 1", "--override-opt-param-scheduler"),
+            ("--lr 1", "continues another schedule: --lr 0.003 (here 1.0)"),
+            ("--train-iters 12", "--lr-decay-iters (or --train-iters) 6 iterations (here 12 iterations)"),
+            ("--train-iters 12", "longer, on the stored schedule add --use-checkpoint-opt-param-scheduler"),
+            ("--train-iters 12", "given here, at the checkpoint's place in it, add --override-opt-param-scheduler"),
             ("--ckpt-step 7", "iter_0000007 does not exist"),
         ],
     )
     def test_what_does_not_fit(self, pools: Pools, corpus: str, checkpoint: str, flags: str, message: str) -> None:
         assert message in self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {checkpoint} {flags}")
 
-    def test_optimizer_state_of_another_expert_parallel_size(self, pools: Pools, corpus: str, checkpoint: str) -> None:
+    def test_optimizer_state_of_another_expert_parallel_size_without_megascale(
+        self, pools: Pools, corpus: str, checkpoint: str
+    ) -> None:
         message = self.said(pools, corpus, f"--load {checkpoint}", world=1)
         assert "expert_model_parallel_size=2, here it is 1" in message
         assert "--no-load-optim" in message
@@ -151,21 +157,48 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("damage", "message"),
         [
-            (lambda path: _truncate(path / "__1_0.distcp"), "cannot be read"),
-            (lambda path: (path / "__0_0.distcp").unlink(), "cannot be read"),
-            (lambda path: _truncate(path / "common.pt"), "cannot be read"),
-            (lambda path: _truncate(path / ".metadata"), "cannot be read"),
+            (
+                lambda path: _truncate(path / "__1_0.distcp"),
+                r"__1_0\.distcp has 100 bytes of \d{3,}\. There is no other",
+            ),
+            (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing\. There is no other one"),
+            (
+                lambda path: _blank(path / "__0_0.distcp"),
+                r"cannot be read: __0_0\.distcp, bytes 0\.\.\d+: .*restore it",
+            ),
+            (lambda path: _truncate(path / "common.pt"), r"cannot be read: common\.pt .*restore it from a copy"),
+            (lambda path: _truncate(path / "common.pt", 0), r"cannot be read: common\.pt EOFError.*start anew without"),
+            (lambda path: _truncate(path / ".metadata"), r"cannot be read: \.metadata .*restore it from a copy"),
+            (lambda path: _truncate(path / ".metadata", 0), r"\.metadata EOFError.*restore it from a copy"),
             (lambda path: (path / "metadata.json").unlink(), "is not a distributed checkpoint"),
             (lambda path: (path.parent / "latest_checkpointed_iteration.txt").write_text("x"), "holds 'x' instead of"),
         ],
-        ids=["truncated tensors", "missing tensors", "common", "metadata", "not a checkpoint", "tracker"],
+        ids=[
+            "truncated tensors",
+            "missing tensors",
+            "blank tensors",
+            "common",
+            "empty common",
+            "metadata",
+            "empty metadata",
+            "not a checkpoint",
+            "tracker",
+        ],
     )
     def test_damage(
         self, pools: Pools, corpus: str, checkpoint: str, folder: str, damage: Callable[[Path], object], message: str
     ) -> None:
         shutil.copytree(checkpoint, folder)
         damage(Path(folder) / "iter_0000001")
-        assert message in self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {folder}")
+        assert re.search(message, self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {folder}"))
+
+    def test_a_damaged_one_names_those_beside_it(self, pools: Pools, corpus: str, checkpoint: str, folder: str) -> None:
+        shutil.copytree(checkpoint, folder)
+        shutil.copytree(Path(folder) / "iter_0000001", Path(folder) / "iter_0000002")
+        (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+        _truncate(Path(folder) / "iter_0000002" / "__0_0.distcp")
+        message = self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {folder}")
+        assert "Load another one with --ckpt-step: there are 1" in message
 
     def test_none_although_demanded(self, pools: Pools, corpus: str, tmp_path: Path) -> None:
         message = self.said(pools, corpus, f"--load {tmp_path} --exit-on-missing-checkpoint", world=1)
@@ -186,5 +219,9 @@ class TestRefusal:
         assert (Path(folder) / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
+def _truncate(path: Path, size: int = 100) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def _blank(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -108,6 +108,7 @@ class Run:
         max_lag: int = 100,
         manager: ExpertManager | None = None,
         seed: int = 7,
+        frozen: Collection[str] = (),
     ) -> None:
         self.layout, self.rank = layout, rank
         stage_size = layout.world // layout.pp
@@ -128,13 +129,16 @@ class Run:
             )
             self.modules[path] = experts
             self._initialise(path, experts, seed)
+            if path in frozen:
+                experts.requires_grad_(False)
+                continue
             if dtype is not torch.float32:
                 self.manager.set_plane_dtype(experts.pages, Plane.MASTER, torch.float32)
             for plane in (Plane.MOMENT1, Plane.MOMENT2):
                 self.manager.set_plane_dtype(experts.pages, plane, torch.float32)
         groups = [_group(0.1), _group(0.0)]
         self.adam = PagedAdam(
-            [(experts, GroupBinding(0, 1 if bias else None)) for experts in self.modules.values()],
+            [(m, GroupBinding(0, 1 if bias else None)) for path, m in self.modules.items() if path not in frozen],
             groups=groups,
             arithmetic=TorchAdamW() if decoupled else TorchAdam(),
             shards=PageShards(),
@@ -164,6 +168,8 @@ class Run:
         for group in self.adam.param_groups:
             group["lr"] = 1e-2 / number
         for path, module in self.modules.items():
+            if not module.trainable:
+                continue
             chosen = [e - self.first for e in experts[path] if 0 <= e - self.first < module.num_experts]
             for local in chosen:
                 generator = torch.Generator().manual_seed(number * 100 + self.first + local + 50 * MODULES.index(path))

@@ -34,15 +34,16 @@ class SlowFile:
         self.file, self.files, self.slow = file, files, slow
         self.sync, self.close = file.sync, file.close
 
-    def write(self, data) -> None:
-        if self.slow:
-            self.files.left -= 1
-            if self.files.left == 0:
-                self.files.reached.set()
-                assert self.files.go.wait(TIMEOUT_SECONDS)
-                if self.files.fail:
-                    raise OSError(5, "Input/output error")
-        self.file.write(data)
+    def write(self, *parts) -> None:
+        for data in parts:
+            if self.slow:
+                self.files.left -= 1
+                if self.files.left == 0:
+                    self.files.reached.set()
+                    assert self.files.go.wait(TIMEOUT_SECONDS)
+                    if self.files.fail:
+                        raise OSError(5, "Input/output error")
+            self.file.write(data)
 
 
 def at_step(steps: int, **options) -> Run:

@@ -101,3 +101,13 @@ def test_a_key_that_matches_nothing_is_an_error(tmp_path):
     other.model.linear = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"has model.linear.bias, which matches nothing in this run"):
         load_checkpoint(tmp_path, Training(other.model, None, other.adam))
+
+
+def test_an_optimizer_key_that_matches_nothing_is_an_error(tmp_path):
+    run = training(1)
+    steps(run, 1)
+    assert run.optimizer is not None
+    save_checkpoint(tmp_path, "t", run, step=1)
+    other = training(2)
+    with pytest.raises(ValueError, match=r"has optimizer\.exp_avg\.linear\.\w+, which matches nothing in this run"):
+        load_checkpoint(tmp_path, Training(other.model, None, other.adam))

@@ -1,0 +1,118 @@
+"""Finding the checkpoint to load, checking it to the last byte, and filling a run's state from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale_omni.checkpoint import pages_load
+from megascale_omni.checkpoint.dense import DenseIndex
+from megascale_omni.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
+from megascale_omni.checkpoint.pages_load import PagesIndex
+from megascale_omni.checkpoint.ranks import Ranks
+from megascale_omni.checkpoint.request import DENSE_MPU, EXPERTS_MPU, RankState, mpu_folder
+from megascale_omni.checkpoint.store import list_checkpoints
+
+logger = logging.getLogger(__name__)
+
+MOST_PASSED_OVER = 16
+"""Broken checkpoints that a load passes over before it gives up."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was checked: its manifest and indices."""
+
+    folder: Path
+    manifest: Manifest
+    dense: DenseIndex
+    pages: PagesIndex
+
+    @classmethod
+    def read(cls, folder: Path) -> Opened:
+        """Reads manifest and indices. Raises CheckpointError or ValueError where they cannot be read."""
+        manifest, _ = read_manifest(folder)
+
+        def indices(mpu: str) -> list[bytes]:
+            prefix = mpu_folder(mpu) + "/"
+            paths = [r.path for r in manifest.files if r.path.startswith(prefix) and r.path.endswith(".json")]
+            return [(folder / path).read_bytes() for path in paths]
+
+        return cls(
+            folder,
+            manifest,
+            DenseIndex(folder, indices(DENSE_MPU)),
+            PagesIndex.read(folder, indices(EXPERTS_MPU)),
+        )
+
+
+def open_newest(root: Path, ranks: Ranks, *, tag: str | None = None) -> Opened | None:
+    """The newest whole checkpoint, or the one named ``tag``, checked to the last byte; None where there is none.
+
+    Newer ones that are damaged are passed over, with an error in the log that names every file. A collective.
+
+    Raises:
+        CheckpointError: the one that was asked for is damaged, or every one that there is; the same on all ranks.
+        ValueError: there is none of that tag.
+    """
+    names: list[str] = []
+    problems: list[str] = []
+    if ranks.rank == 0:
+        found, broken = list_checkpoints(root)
+        names = [f.folder.name for f in found if tag is None or f.manifest.tag == tag]
+        problems = [str(error) for error in broken if tag is None or error.folder.name == tag]
+    names, problems = ranks.gather((names, problems))[0]
+    for problem in problems if ranks.rank == 0 else ():
+        logger.error("passed over: %s", problem)
+    for name in names[:MOST_PASSED_OVER]:
+        wrong = _check(root / name, ranks)
+        if not wrong:
+            return Opened.read(root / name)
+        text = f"checkpoint {root / name}: {'; '.join(wrong)}"
+        problems.append(text)
+        if ranks.rank == 0 and tag is None:
+            logger.error("passed over: %s", text)
+    if problems:
+        raise CheckpointError(root, problems)
+    if tag is not None:
+        raise ValueError(f"{root} has no checkpoint {tag}")
+    return None
+
+
+def _check(folder: Path, ranks: Ranks) -> list[str]:
+    try:
+        wrong = verify(folder, share=(ranks.rank, ranks.size))
+    except CheckpointError as error:
+        wrong = error.problems
+    except (OSError, ValueError) as error:
+        wrong = [str(error)]
+    return list(dict.fromkeys(line for lines in ranks.gather(wrong) for line in lines))
+
+
+def load_state(
+    opened: Opened, state: RankState, ranks: Ranks, *, with_optimizer: bool = True, ignored: Sequence[str] = ()
+) -> None:
+    """Fills the state of every rank. A collective.
+
+    ``with_optimizer``: the experts' optimizer state too; without it their masters are made from the weights.
+    A stored tensor that no rank asks for is an error, unless its name begins with one of ``ignored``.
+
+    Raises:
+        ValueError: the checkpoint does not fit; the same on all ranks, and nothing has been loaded.
+    """
+    with_state = with_optimizer and state.adam is not None
+    wrong = opened.dense.problems(state.tensors) + opened.pages.problems(state.experts, with_state=with_state)
+    asked = {piece.name for piece in state.tensors}, {piece.path for piece in state.experts}
+    gathered = ranks.gather((wrong[:5], asked))
+    problems = list(dict.fromkeys(line for lines, _ in gathered for line in lines))
+    names = set().union(*(tensors for _, (tensors, _) in gathered))
+    paths = set().union(*(modules for _, (_, modules) in gathered))
+    left = sorted(set(opened.dense.tensors) - names) + sorted(set(opened.pages.modules) - paths)
+    left = [name for name in left if not name.startswith(tuple(ignored))]
+    problems += [f"has {name}, which matches nothing in this run" for name in left[:5]]
+    if problems:
+        raise ValueError(f"checkpoint {opened.folder} {'; '.join(problems)}")
+    opened.dense.load(state.tensors)
+    pages_load.load_pages(opened.pages, state.experts, state.adam, with_state=with_state)

@@ -1,0 +1,44 @@
+"""Checkpoints in the project's own format load under another ZeRO stage and on another number of ranks, to the bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.deepspeed_runs.models import Size
+from scripts.deepspeed_runs.proof import Case
+from tests.distributed.pool import Pools, RanksRaised
+from tests.integration.deepspeed_ext import ranks
+
+FEW_TOKENS = Case(family="olmoe", sequences=1, length=4, size=Size(experts=8, top_k=1, layers=1))
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "other_world", "other_stage", "bf16"),
+    [(2, 1, 2, 3, True), (4, 2, 3, 3, True), (1, 0, 2, 1, False)],
+    ids=["zero1-to-3", "zero2-of-4-ranks-to-3-of-3", "no-zero-to-zero1"],
+)
+def test_another_stage_and_number_of_ranks(
+    pools: Pools, tmp_path: Path, world: int, stage: int, other_world: int, other_stage: int, bf16: bool
+) -> None:
+    case = replace(FEW_TOKENS, stage=stage, bf16=bf16)
+    before, _ = pools[world].run(ranks.saved_elastic, case=case, folder=str(tmp_path))[0]
+    other = replace(case, stage=other_stage)
+    for state, _, told in pools[other_world].run(ranks.loaded_elastic, case=other, folder=str(tmp_path)):
+        assert ranks.differences(before, state) == []
+        assert told == ({"epoch": 7}, 3)
+
+
+def test_the_same_layout_goes_on_to_the_bit(pools: Pools, tmp_path: Path) -> None:
+    case = replace(FEW_TOKENS, stage=3, bf16=True)
+    saved = pools[2].run(ranks.saved_elastic, case=case, folder=str(tmp_path))
+    loaded = pools[2].run(ranks.loaded_elastic, case=case, folder=str(tmp_path))
+    assert [losses for _, losses, _ in loaded] == [losses for _, losses in saved]
+
+
+def test_another_model_is_refused_by_every_rank(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(ranks.saved_elastic, case=replace(FEW_TOKENS, stage=1), folder=str(tmp_path))
+    other = replace(FEW_TOKENS, stage=1, size=replace(FEW_TOKENS.size, experts=4))
+    with pytest.raises(RanksRaised, match=r"has 8 experts|the model needs") as caught:
+        pools[2].run(ranks.loaded_elastic, case=other, folder=str(tmp_path))
+    assert caught.value.ranks == [0, 1]
