@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from scripts.comparison.limited import Limited
-from scripts.comparison.result import STOCK, Comparison, Run
+from scripts.comparison.result import MEGASCALE, STOCK, Comparison, Run
 from scripts.measuring.environment import describe
 from scripts.measuring.tables import Cell, print_table
 from scripts.measuring.units import plain_bytes, plain_seconds
@@ -79,4 +79,5 @@ def _in_words(comparison: Comparison) -> list[str]:
         f"{comparison.total_ratio('expert_state_peak_bytes', run.name):.2f} of its expert state in memory: the price "
         "of training a model that does not fit."
         for run in comparison.runs[2:]
+        if run.name.startswith(MEGASCALE)
     ]

@@ -158,12 +158,19 @@ def resident_expert_bytes(engine: Any) -> int:  # noqa: ANN401
     """Bytes of this rank's routed experts: pages in memory, or what stock's ZeRO stage keeps of every expert parameter.
 
     Stock, by parameter: the weight and its gradient in the training dtype, fp32 moments, a fp32 master beside half
-    precision; moments and masters divided by ZeRO 1 to 3, gradients by 2 and 3, weights by 3.
+    precision; moments and masters divided by ZeRO 1 to 3, gradients by 2 and 3, weights by 3. On NVMe it is the buffers
+    that they are read into.
     """
     modules = getattr(engine, "modules_in_pages", None)
     if modules is not None:
         return sum(sum(m.resident_bytes().values()) for m in {experts.manager for experts in modules})
     stage, world = int(engine.zero_optimization_stage()), torch.distributed.get_world_size()
+    zero = engine._config.zero_config
+    if zero.offload_param is not None and zero.offload_param.device == "nvme":
+        width = 2 if engine.bfloat16_enabled() else 4
+        of_weights = zero.offload_param.buffer_count * zero.offload_param.buffer_size * width
+        of_states = 0 if zero.offload_optimizer is None else zero.offload_optimizer.buffer_count * zero.sub_group_size
+        return int(of_weights + 4 * of_states)
     total = 0.0
     for name, parameter in engine.module.named_parameters():
         if ".experts." in name:

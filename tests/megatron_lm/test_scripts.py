@@ -19,7 +19,8 @@ def test_losses_are_those_of_stock(megatron_lm: Path, combination: Combination) 
     compared = compare(megatron_lm, combination)
     assert len(compared.megascale.losses) == 20
     assert compared.stock.losses[-1] < compared.stock.losses[0], "it learns"
-    assert compared.loss_difference <= 1e-5
+    # A bf16 product has 8 bits: where sums are ordered otherwise, losses differ by more than rounding of the loss.
+    assert compared.loss_difference <= (1e-4 if "--bf16" in combination.flags else 1e-5)
     if combination.megascale == BUDGET:
         assert compared.megascale.scalars["megascale/pages/pages_loaded"][-1] > 0, "pages were away"
 

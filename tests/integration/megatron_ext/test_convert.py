@@ -11,7 +11,7 @@ import torch
 
 from megascale_omni import cli
 from megascale_omni.checkpoint.boxes import whole
-from megascale_omni.checkpoint.torch_dist import TorchDist
+from megascale_omni.checkpoint.torch_dist import TorchDist, load_plain
 from tests.integration.megatron_ext.runs import (
     DISTRIBUTED_OPTIMIZER,
     EXPERT_PARALLEL,
@@ -20,7 +20,7 @@ from tests.integration.megatron_ext.runs import (
     trainer,
     write_corpus,
 )
-from tests.integration.megatron_ext.snapshots import same_bits, stored_common
+from tests.integration.megatron_ext.snapshots import same_bits
 
 PAGED = "--megascale-checkpoint-format paged"
 SPARSE = "--moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0"
@@ -31,28 +31,26 @@ def corpus(tmp_path_factory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def save_both(rank: int, world: int, *, corpus: str, options: str, paged: str, stock: str) -> list[float]:
-    """The same state in both formats; then two more losses."""
+def save_both(rank: int, world: int, *, corpus: str, options: str, paged: str, stock: str) -> None:
+    """The same state in both formats."""
     from scripts.moe_trainer import checkpointing
 
     with trainer(corpus, options, PAGED, f"--save {paged}", megascale=True) as run:
         losses(run, 3)
         run.save()
         checkpointing.save(run, stock)
-        return losses(run, 2)
-
-
-def go_on(rank: int, world: int, *, corpus: str, options: str, folder: str, megascale: bool) -> list[float]:
-    with trainer(corpus, options, f"--load {folder}", megascale=megascale) as run:
-        return losses(run, 2)
 
 
 def same(first: Any, second: Any) -> bool:
     """Whether two objects of a checkpoint are equal."""
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and same_bits(first, second)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and same_bits(first.reshape(-1), second.reshape(-1))
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+        return (
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(same(first[key], second[key]) for key in first)
+        )
     if isinstance(first, list | tuple):
         return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
     return bool(np.array_equal(first, second))
@@ -68,12 +66,15 @@ def differences(first: Path, second: Path) -> list[str]:
         found += [] if same_bits(*parts) else [name]
     for name in sorted(set(one.objects) & set(other.objects)):
         found += [] if same(one.object(name), other.object(name)) else [name]
-    mine, theirs = stored_common(first), stored_common(second)
-    return found + [
-        f"{key}: {mine.get(key)} {theirs.get(key)}"
-        for key in sorted(mine.keys() | theirs.keys(), key=str)
-        if mine.get(key) != theirs.get(key)
-    ]
+    mine, theirs = common_of(first), common_of(second)
+    found += sorted(mine.keys() ^ theirs.keys(), key=str)
+    return found + [f"{key}: {mine[key]} {theirs[key]}" for key in mine if not same(mine[key], theirs.get(key))]
+
+
+def common_of(path: Path) -> dict[str, Any]:
+    """What is neither a tensor of the model nor an object of a rank; of the arguments only the position."""
+    common: dict[str, Any] = load_plain((path / "common.pt").read_bytes(), "common.pt")
+    return {**common, "args": common["args"].consumed_train_samples}
 
 
 def convert(source: str, target: str, to: str) -> None:
@@ -94,18 +95,13 @@ def test_what_a_run_would_have_saved(pools, corpus, tmp_path, world, options):
     paged, stock, to_stock, to_paged, back = (
         str(tmp_path / n) for n in ("paged", "stock", "to_stock", "to_paged", "back")
     )
-    straight = pools[world].run(save_both, corpus=corpus, options=options, paged=paged, stock=stock)
+    pools[world].run(save_both, corpus=corpus, options=options, paged=paged, stock=stock)
     convert(paged, to_stock, "torch_dist")
     convert(stock, to_paged, "paged")
     convert(to_paged, back, "torch_dist")
     name = "iter_0000003"
     assert differences(Path(to_stock) / name, Path(stock) / name) == []
     assert differences(Path(back) / name, Path(stock) / name) == []
-    for folder in (to_paged, to_stock):
-        again = pools[world].run(go_on, corpus=corpus, options=options, folder=folder, megascale=True)
-        assert again == straight, folder
-    by_stock = pools[world].run(go_on, corpus=corpus, options=options, folder=to_stock, megascale=False)
-    assert by_stock[0] == pytest.approx(straight[0], rel=1e-4 if "--bf16" in options else 1e-6)
 
 
 def test_what_does_not_convert_is_named(pools, corpus, tmp_path, capsys):
