@@ -58,6 +58,9 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
             config = MegaScaleConfig.from_mapping(sections)
     except ValueError as error:
         raise ValueError(f'"{SECTION}" section: {error}') from error
+    for section, option, value in (("heat", "frozen", "reroute"), ("paging", "prefetch", "early-router")):
+        if getattr(getattr(config, section), option) == value:
+            raise ValueError(f'"{SECTION}": "{option}": "{value}" is not supported with DeepSpeed; leave it out')
     return Section(config=config, expert_parallel_size=ranks) if enabled else None
 
 

@@ -157,6 +157,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
                 self._global_grad_norm = step.norm.total
             if self._step_applied:
                 step.apply()
+                step.run.manager.schedule.end_step()
             step.gradients.drop()
         if self.clip_report is not None and self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(monitor_events(self.clip_report, self.global_samples))

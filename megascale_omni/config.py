@@ -28,6 +28,8 @@ Discovery = Literal["allgather", "gossip"]
 GradWire = Literal["fp32", "bf16"]
 Fetch = Literal["step", "demand"]
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
+Prefetch = Literal["none", "history", "early-router"]
+Frozen = Literal["wake", "reroute"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -76,7 +78,8 @@ class PagingConfig:
         host_budget: host memory behind it, in the same terms; 0 for none.
         disk_path: folder for the scratch file that holds what fits in neither; needed with a device budget.
         checksum: of every page read from disk: ``xxh3``, ``crc32``, ``off``, or ``auto`` (xxh3 where it is installed).
-        prefetch: whether pages are fetched before they are needed.
+        prefetch: which pages are fetched before they are needed: ``none``; those that the schedule and the past tell
+            (``history``); and, with ``early-router``, those that a layer's router chooses for the layer before it.
         step_in_backward: whether gradients are completed, and pages stepped where no clipping waits for all of them, in
             the backward that is their last; off for loops that compute more backwards than they announce.
         max_lag_steps: most optimizer steps that a page of an unused expert may wait; 0 steps every page at every step.
@@ -87,7 +90,7 @@ class PagingConfig:
     host_budget: str | int = 0
     disk_path: str | None = None
     checksum: Checksum = "auto"
-    prefetch: bool = True
+    prefetch: Prefetch = "history"
     step_in_backward: bool = True
     max_lag_steps: int = 100
 
@@ -105,9 +108,11 @@ class PagingConfig:
             raise ValueError(f"paging.checksum={self.checksum!r} is unknown; choose one of {known}")
         if isinstance(self.max_lag_steps, bool) or not isinstance(self.max_lag_steps, int) or self.max_lag_steps < 0:
             raise ValueError(f"paging.max_lag_steps={self.max_lag_steps!r} must be a whole number of steps, 0 or more")
-        for key in ("prefetch", "step_in_backward"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"paging.{key}={getattr(self, key)!r} must be true or false")
+        if self.prefetch not in get_args(Prefetch):
+            known = ", ".join(get_args(Prefetch))
+            raise ValueError(f"paging.prefetch={self.prefetch!r} is unknown; choose one of {known}")
+        if not isinstance(self.step_in_backward, bool):
+            raise ValueError(f"paging.step_in_backward={self.step_in_backward!r} must be true or false")
         for key in ("device_budget", "host_budget"):
             if getattr(self, key) not in (None, "auto"):
                 parse_budget(getattr(self, key), key=f"paging.{key}")
@@ -188,13 +193,14 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class HeatConfig:
-    """How used experts are told from unused ones, and what happens to these. No choice changes a result.
+    """How used experts are told from unused ones, and what happens to these. Only ``frozen: reroute`` changes results.
 
     Attributes:
         enabled: whether heat is kept at all. window_steps: steps that count. refresh_steps: steps between two looks.
         compute_weight, memory_weight, communication_weight: what a score is made of; they add up to 1.
         hot_percentile, cold_percentile: of a module's scores; cold experts have also had no token for cold_steps.
-        freeze: whether cold experts' pages leave the device at once.
+        freeze: whether cold experts' pages leave the device at once. frozen: what a frozen expert's tokens do: ``wake``
+            it, or go to the next-best expert (``reroute``, which changes the mathematics).
         probe_share: share of the frozen experts that are tried out when the cold threshold rises.
         probe_seconds: how fast one must answer to wake.
         alarm_percentile, alarm_hours: an expert that is below it for so long is warned of.
@@ -210,6 +216,7 @@ class HeatConfig:
     cold_percentile: float = 30.0
     cold_steps: int = 5
     freeze: bool = True
+    frozen: Frozen = "wake"
     probe_share: float = 0.05
     probe_seconds: float = 0.5
     alarm_percentile: float = 10.0
@@ -219,6 +226,11 @@ class HeatConfig:
         for key in ("enabled", "freeze"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"heat.{key}={getattr(self, key)!r} must be true or false")
+        if self.frozen not in get_args(Frozen):
+            known = ", ".join(get_args(Frozen))
+            raise ValueError(f"heat.frozen={self.frozen!r} is unknown; choose one of {known}")
+        if self.frozen == "reroute" and not (self.enabled and self.freeze):
+            raise ValueError("heat.frozen=reroute freezes nothing where heat.enabled or heat.freeze is false; set both")
         for key in ("window_steps", "refresh_steps", "cold_steps"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

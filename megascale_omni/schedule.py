@@ -41,6 +41,7 @@ class Schedule:
         self._moment = Moment()
         self._listeners: list[Callable[[Moment], None]] = []
         self._step_listeners: list[Callable[[], None]] = []
+        self._end_listeners: list[Callable[[], None]] = []
 
     @property
     def moment(self) -> Moment:
@@ -54,6 +55,15 @@ class Schedule:
     def on_step(self, listener: Callable[[], None]) -> None:
         """Calls ``listener()`` whenever a training step begins: the one before is over."""
         self._step_listeners.append(listener)
+
+    def on_step_end(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener()`` whenever a training step has ended, before validation or a save."""
+        self._end_listeners.append(listener)
+
+    def end_step(self) -> None:
+        """The step at hand is over: weights are stepped, or the step was left out. Adapters that know say so."""
+        for listener in self._end_listeners:
+            listener()
 
     def begin_step(self, step: int) -> None:
         """A training step starts. Raises RuntimeError when steps do not ascend."""

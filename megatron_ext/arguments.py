@@ -69,7 +69,16 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument("--megascale-host-budget", metavar="SIZE", help="host memory behind it (default 0)")
     group.add_argument("--megascale-disk-path", metavar="DIR", help="folder for the pages that fit in neither")
     group.add_argument("--megascale-page-checksum", choices=["auto", "xxh3", "crc32", "off"], help="of pages on disk")
-    group.add_argument("--megascale-prefetch", choices=["on", "off"], help="fetch pages ahead (default on)")
+    group.add_argument(
+        "--megascale-prefetch",
+        choices=["none", "history", "early-router"],
+        help="pages fetched ahead: by schedule and past (default history), and by the next layer's router",
+    )
+    group.add_argument(
+        "--megascale-frozen",
+        choices=["wake", "reroute"],
+        help="tokens of a frozen expert wake it (default), or go to the next-best one (changes the mathematics)",
+    )
     group.add_argument(
         "--megascale-step-in-backward",
         choices=["on", "off"],
@@ -172,9 +181,8 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     path = getattr(args, "megascale_config", None)
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
     paging = {field: getattr(args, name) for name, field in _PAGING.items() if getattr(args, name, None) is not None}
-    for switch in ("prefetch", "step_in_backward"):
-        if switch in paging:
-            paging[switch] = paging[switch] == "on"
+    if "step_in_backward" in paging:
+        paging["step_in_backward"] = paging["step_in_backward"] == "on"
     if paging:
         config = config.replace("paging", **paging)
     given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}
@@ -184,6 +192,8 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         config = config.replace("compute", cpu_products=args.megascale_cpu_products)
     if getattr(args, "megascale_backend", None) is not None:
         config = config.replace("compute", backend=args.megascale_backend)
+    if getattr(args, "megascale_frozen", None) is not None:
+        config = config.replace("heat", frozen=args.megascale_frozen)
     observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
     if observe:
         config = config.replace("observe", **observe)
@@ -210,4 +220,6 @@ def enable_from_args(args: argparse.Namespace) -> Runtime | None:
     if config is None:
         return None
     support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
-    return patches.enable(config)
+    runtime = patches.enable(config)
+    runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
+    return runtime

@@ -14,6 +14,7 @@ from megatron_ext.cpu_patches import moe as _moe  # noqa: F401
 from megatron_ext.cpu_patches import training as _training  # noqa: F401
 from megatron_ext.cpu_patches.edits import Edit
 from megatron_ext.cpu_patches.registry import PATCHES
+from megatron_ext.megatron_lm.install import active
 
 __all__ = ["PATCHES", "disable", "enable", "enabled"]
 
@@ -32,6 +33,8 @@ def enable(names: Iterable[str] | None = None) -> None:
     unknown = [name for name in wanted if name not in PATCHES]
     if unknown:
         raise ValueError(f"no CPU patch is named {unknown}; there are {sorted(PATCHES)}")
+    if active() is not None:
+        return  # code of a checkout of Megatron-LM, core included, is made ready for the CPU while it is imported
     if torch.cuda.is_available():
         raise RuntimeError(
             f"CPU patches are for machines without an accelerator, and this one has {torch.cuda.get_device_name()}: "

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
+from megascale_omni.heat.agreement import GroupExchange
 from megascale_omni.paging.planes import PageNumbering, Plane
 from megascale_omni.schedule import Phase
 from megatron_ext import patches, support
@@ -36,6 +37,7 @@ class MegaScaleDDP(DistributedDataParallel):
         module: torch.nn.Module,
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # noqa: ANN401 - what other releases add
     ) -> None:
         support.check("ddp", ddp_config)
         if patches.active_runtime().config.clip.skips_nonfinite:  # stock's check would end the run instead
@@ -46,6 +48,7 @@ class MegaScaleDDP(DistributedDataParallel):
             module=module,
             disable_bucketing=disable_bucketing,
             pg_collection=pg_collection,
+            **more,
         )
         named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
         self.paged_experts = [experts for _, experts in named]
@@ -68,6 +71,31 @@ class MegaScaleDDP(DistributedDataParallel):
             numbering.rename(experts.pages.entry.module, _free_path(path, numbering))
             dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else experts.pages.dtypes[Plane.WEIGHT]
             experts.manager.set_plane_dtype(experts.pages, Plane.GRADIENT, dtype)
+
+        if named:
+            self._agree_on_heat(config.moe_router_topk)
+
+    def _agree_on_heat(self, topk: int) -> None:
+        """Experts are frozen by what all ranks saw of them, where others have the same or the rest of them.
+
+        Raises:
+            ValueError: routers are to leave frozen experts out, and layers have different numbers of experts.
+        """
+        experts = self.paged_experts[0]
+        keeper, manager = patches.active_runtime().observation.keeper, experts.manager
+        alone = self.ep_group.size() == 1 and self.expt_dp_group.size() == 1
+        if keeper is None or keeper.agrees or (alone and not keeper.reroutes):
+            return
+        counts = {module.entry.num_experts for module in manager.modules}
+        if len(counts) == 1:
+            exchange = GroupExchange(
+                experts.num_experts, owners=self.ep_group, replicas=self.expt_dp_group, device=manager.arena.device
+            )
+            keeper.agree(exchange, awake=topk)
+        elif keeper.reroutes:
+            raise ValueError(
+                f"--megascale-frozen reroute needs layers with equally many experts, not {sorted(counts)}; leave it out"
+            )
 
     # -- schedule
     # -------------------------------------------------------------------------------------------------------

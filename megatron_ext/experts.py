@@ -11,7 +11,8 @@ stock rule is written again here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,8 @@ class MegaScaleExperts(PagedExperts):
     """Drop-in for stock's ``SequentialMLP``: same call, same state dict, weights in pages.
 
     Args:
-        num_local_experts, config, pg_collection: as stock's. stock_spec: the experts spec that this replaces.
+        num_local_experts, config, pg_collection, name: as stock's. stock_spec: the experts spec (or, in newer
+        releases, the builder) that this replaces.
         runtime: what the modules of a run share.
 
     Raises:
@@ -51,8 +53,9 @@ class MegaScaleExperts(PagedExperts):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        stock_spec: ModuleSpec | type,
+        stock_spec: ModuleSpec | type | Callable[..., SequentialMLP],
         runtime: Runtime,
+        name: str | None = None,
     ) -> None:
         stock_class = _stock_class(stock_spec)
         if stock_class is not SequentialMLP:
@@ -60,7 +63,7 @@ class MegaScaleExperts(PagedExperts):
                 f"experts class {stock_class.__name__} is not supported with --megascale; "
                 "leave out --moe-grouped-gemm, so that stock uses SequentialMLP"
             )
-        shell = build_module(stock_spec, 1, config, pg_collection=pg_collection)
+        shell = _built(stock_spec, config, pg_collection)
         mlp = shell.local_experts[0]
         wide, hidden = mlp.linear_fc1.weight.shape
         shape = ExpertShape(
@@ -97,7 +100,7 @@ class MegaScaleExperts(PagedExperts):
             runtime.observation.keeper.map.travels[self.pages.entry.module] = 4 * hidden * dtype.itemsize
         for expert in range(num_local_experts):
             if expert:
-                shell = build_module(stock_spec, 1, config, pg_collection=pg_collection)
+                shell = _built(stock_spec, config, pg_collection)
             self._take_initial_weights(expert, shell)
         # Held in a tuple, so that the shell is no submodule: stock must not find parameters in it.
         self._shell = (_emptied(shell),)
@@ -197,7 +200,11 @@ class MegaScaleExperts(PagedExperts):
             return {}
         if self.adam is not None:
             self.adam.fetch_all(self)
-        whole = self.stand_ins(self.dense())
+        scratch = self.runtime.export.scratch()
+        dense = self.dense(make=scratch)
+        if scratch is not None:
+            scratch.settle()
+        whole = self.stand_ins(dense)
         if self.numbers == self.stock_numbers:
             in_order: dict[str, Any] = whole.sharded_state_dict(prefix, sharded_offsets, metadata)
             return in_order
@@ -254,8 +261,22 @@ class _Place:
         return self.count
 
 
-def _stock_class(spec: ModuleSpec | type) -> type:
-    module = spec.module if isinstance(spec, ModuleSpec) else spec
+def _built(
+    spec: ModuleSpec | type | Callable[..., SequentialMLP],
+    config: TransformerConfig,
+    pg_collection: ProcessGroupCollection | None,
+) -> SequentialMLP:
+    """A stock experts module with one expert."""
+    if isinstance(spec, ModuleSpec | type):
+        built: SequentialMLP = build_module(spec, 1, config, pg_collection=pg_collection)
+        return built
+    return spec(1, config, pg_collection=pg_collection)
+
+
+def _stock_class(spec: ModuleSpec | type | Callable[..., SequentialMLP]) -> type:
+    while isinstance(spec, functools.partial):
+        spec = spec.func
+    module: Any = spec.module if isinstance(spec, ModuleSpec) else spec
     found = module if isinstance(module, type) else import_module(module)
     assert isinstance(found, type)
     return found

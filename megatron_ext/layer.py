@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext import support
+from megatron_ext import routing, support
 from megatron_ext.dispatcher import GroupsTokenDispatcher
 from megatron_ext.experts import MegaScaleExperts
 from megatron_ext.local_dispatch import LocalTokenDispatcher, takes_the_place_of
@@ -29,19 +31,26 @@ class MegaScaleMoELayer(MoELayer):
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # noqa: ANN401 - what other releases add
     ) -> None:
         support.check("model", config)
         assert submodules is not None
         runtime = active_runtime()
-        paged = ModuleSpec(module=MegaScaleExperts, params={"stock_spec": submodules.experts, "runtime": runtime})
         super().__init__(
             config=config,
-            submodules=dataclasses.replace(submodules, experts=paged),
+            submodules=dataclasses.replace(submodules, experts=_paged(submodules.experts, runtime)),
             layer_number=layer_number,
             pg_collection=pg_collection,
+            **more,
         )
         self._runtime = runtime
         self._settled = False
+        keeper = runtime.observation.keeper
+        if keeper is not None and keeper.reroutes:
+            routing.check_reroute(config, runtime.config.distributed)
+            routing.mask_frozen(self, keeper)
+        if runtime.early_router is not None:
+            runtime.early_router.add(self)
         groups = pg_collection or get_default_pg_collection()
         if runtime.config.distributed.dispatcher == "groups":
             self._use_groups(runtime, groups)
@@ -86,3 +95,11 @@ class MegaScaleMoELayer(MoELayer):
         if writer is not None and self.training and torch.is_grad_enabled():
             writer.write(self.layer_number or 0, self._runtime.schedule.moment.step, map_TE.bool().cpu().numpy())
         return probs_TE, map_TE
+
+
+def _paged(stock: Any, runtime: Runtime) -> Any:  # noqa: ANN401 - a spec, a class or a builder, as stock's release has it
+    """What builds paged experts where ``stock`` built stock's."""
+    given = {"stock_spec": stock, "runtime": runtime}
+    if isinstance(stock, ModuleSpec | type):
+        return ModuleSpec(module=MegaScaleExperts, params=given)
+    return functools.partial(MegaScaleExperts, **given)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import _get_param_groups
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -167,6 +167,13 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
         """As stock; where it is asked for, clips by module, or leaves out a step whose gradients are not finite."""
+        try:
+            return self._step()
+        finally:
+            for schedule in {experts.manager.schedule for experts in self.paged.adam.modules}:
+                schedule.end_step()
+
+    def _step(self) -> tuple[bool, float | None, float | None]:
         if self.clipping is None:
             result: tuple[bool, float | None, float | None] = super().step()
             return result
@@ -226,7 +233,9 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
 
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         """Loads what :meth:`sharded_state_dict` described."""
-        clip = _inner_state(state_dict).pop(CLIP_STATE, None)
+        parts = [part for part in (state_dict, state_dict.get(0), state_dict.get(1)) if isinstance(part, dict)]
+        found = [part.pop(CLIP_STATE) for part in parts if CLIP_STATE in part]
+        clip = found[0] if found else None
         self._state.load(state_dict)
         if self.clipping is not None and clip is not None:
             self.clipping.load_state_dict(clip)
@@ -259,6 +268,8 @@ def build_optimizer(
     clip = patches.active_runtime().config.clip
     if not clip.skips_nonfinite:
         _refuse_dense_model(chunks)
+    if config_overrides is None:  # where stock fills in its defaults differs between releases
+        config_overrides = get_standard_config_overrides(config)
     dense = stock(config, model_chunks, config_overrides, **options)
     expert_parallel = chunks[0].config.expert_model_parallel_size > 1
     listed = _listed_groups(config, chunks, config_overrides, expert_parallel=expert_parallel)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -28,20 +28,22 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    param_group_identifier_keys,
+)
 
+from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.optimizer.paged_adam import PagedAdam, master_plane
 from megascale_omni.paging.planes import Plane
-from megatron_ext.experts import SOURCE
+from megatron_ext.experts import SOURCE, MegaScaleExperts
+from megatron_ext.optimizer_forms import DENSE, EXPERTS, Form, Group, has_groups, identity, joined, parted
 
-Form = Literal["fp32", "float16", "distributed"]
-Group = dict[str, Any]
 FIRST_ID = 1 << 30
 """Ids of experts' entries among dense ones start here; dense ids are small."""
 SUPPORTED_SHARDING = "fully_reshardable"
-IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What stock tells parameter groups of a checkpoint apart by (``param_group_identifier_keys``)."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,10 @@ class OptimizerState:
             entry: dict[str, Any] = {}
             for key, plane in _planes(source.experts, self._form).items():
                 if (source.experts, plane) not in dense:
-                    dense[source.experts, plane] = self._adam.dense(source.experts, plane)
+                    scratch = _scratch_of(source.experts)
+                    dense[source.experts, plane] = self._adam.dense(source.experts, plane, make=scratch)
+                    if scratch is not None:
+                        scratch.settle()
                 tensor = dense[source.experts, plane][source.name]
                 entry[key] = make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.state.{key}")
             result.append(entry)
@@ -239,6 +244,7 @@ class OptimizerState:
         """
         if self._described is None:
             raise RuntimeError("call sharded_state_dict(..., is_loading=True) first: it says what is to be loaded")
+        self._adapt(state)
         loaded = self._taken(state)
         if self._dense is not None:
             self._dense.load_state_dict(loaded.dense)
@@ -275,16 +281,26 @@ class OptimizerState:
             state["fp32_from_fp16_params"] = [masters[place] for place in self._places.dense]
         return _Loaded(state, tensors, groups, steps)
 
+    def _adapt(self, state: dict[Any, Any]) -> None:
+        """Brings a state that was saved with expert parallelism into the form without, and the other way round."""
+        there = has_groups(state.get(DENSE), self._form) or has_groups(state.get(EXPERTS), self._form)
+        if self._separate and not there and has_groups(state, self._form):
+            dense = None if self._dense is None else self._dense.param_groups
+            parted(state, dense, self._adam.param_groups, form=self._form, keys=param_group_identifier_keys)
+        elif not self._separate and there and not has_groups(state, self._form):
+            wanted: list[Group] = [{} for _ in range(self._places.count)]
+            for place, group in zip(self._places.paged, self._adam.param_groups, strict=True):
+                wanted[place] = group
+            for place, group in zip(self._places.dense, self._dense.param_groups if self._dense else (), strict=True):
+                wanted[place] = group
+            joined(state, wanted, form=self._form, keys=param_group_identifier_keys)
+
     def _check_groups(self, state: dict[str, Any] | None, whose: str) -> None:
-        inner = (state or {}) if self._form == "fp32" else (state or {}).get("optimizer", {})
-        groups = inner.get("param_groups", [])
-        # What the template holds beside tensors (lists of parameters) is there whatever the checkpoint has.
-        if not any(group.keys() - {"params"} for group in groups):
+        if not has_groups(state, self._form):
             here = "two optimizers (dense and experts)" if self._separate else "one optimizer"
             raise ValueError(
                 f"the checkpoint has no optimizer state {whose}in the form of this run, which is that of {here}: it "
-                "was saved at another --expert-model-parallel-size or with another optimizer. Use its settings, or "
-                "load the weights alone with --no-load-optim"
+                "was saved with another optimizer. Use its settings, or load the weights alone with --no-load-optim"
             )
 
     def _take_tensors(self, state: dict[str, Any], places: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -307,20 +323,21 @@ class OptimizerState:
 
 def _matching(own: Group, stored: list[Group], place: int) -> Group:
     """The stored group with ``own``'s identity: the one at ``place`` if it has it, else the last one, as stock does."""
-
-    def identity(group: Group) -> tuple[object, ...]:
-        return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTITY)
-
-    if place < len(stored) and identity(stored[place]) == identity(own):
+    keys = param_group_identifier_keys
+    if place < len(stored) and identity(stored[place], keys) == identity(own, keys):
         return stored[place]
-    candidates = [group for group in stored if identity(group) == identity(own)]
+    candidates = [group for group in stored if identity(group, keys) == identity(own, keys)]
     if not candidates:
-        described = dict(zip(IDENTITY, identity(own), strict=True))
+        described = dict(zip(keys, identity(own, keys), strict=True))
         raise ValueError(
             f"the checkpoint has no parameter group with {described}: its parameters were grouped otherwise. Use its "
             "settings, or load the weights alone with --no-load-optim"
         )
     return candidates[-1]
+
+
+def _scratch_of(experts: PagedExperts) -> DenseScratch | None:
+    return experts.runtime.export.scratch() if isinstance(experts, MegaScaleExperts) else None
 
 
 def _planes(experts: PagedExperts, form: Form) -> dict[str, Plane]:

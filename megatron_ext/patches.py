@@ -54,8 +54,8 @@ class MakeSubclass:
         found = vars(self.stock).get("__init__")
         qualname = f"{self.stock.__qualname__}.__init__"
         original = _as_defined(found, patch=self.name, module=self.stock.__module__, qualname=qualname)
-        takes, known = _parameters(original), _parameters(self.subclass.__init__)  # type: ignore[misc]
-        if takes != known:
+        takes, known = _parameters(original), _named_parameters(self.subclass.__init__)  # type: ignore[misc]
+        if takes[: len(known)] != known:  # what a release adds behind them is passed on by name
             raise RuntimeError(_other_release(self.name, qualname, takes=takes, known=known))
         stock, subclass = self.stock, self.subclass
 
@@ -91,8 +91,7 @@ class WrapFunction:
         found = getattr(sys.modules[self.module], self.attribute, None)
         original = _as_defined(found, patch=self.name, module=self.module, qualname=self.attribute)
         wrapper = self.wrapper
-        named = [p.name for p in inspect.signature(wrapper).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        takes, known = _parameters(original), tuple(named[1:])
+        takes, known = _parameters(original), _named_parameters(wrapper)[1:]
         if takes[: len(known)] != known:
             raise RuntimeError(_other_release(self.name, self.attribute, takes=takes, known=known))
 
@@ -133,6 +132,12 @@ def _other_release(patch: str, qualname: str, *, takes: tuple[str, ...], known: 
 
 def _parameters(function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
+
+
+def _named_parameters(function: Callable[..., object]) -> tuple[str, ...]:
+    """Without what ``**more`` takes."""
+    found = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def _swap(*, old: Callable[..., object], new: Callable[..., object]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
@@ -15,11 +17,26 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
+from megascale_omni.paging.foresight import Foresight
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.schedule import Schedule
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.placement import Placement
 from megascale_omni.topology.routing import RoutingWriter
+from megatron_ext.routing import EarlyRouter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Export:
+    """Where dense copies of experts are laid out for stock's checkpoints; in memory where ``folder`` is None."""
+
+    folder: str | None = None
+
+    def scratch(self) -> DenseScratch | None:
+        """Room for the copies of one module and plane."""
+        return None if self.folder is None else DenseScratch(self.folder)
 
 
 @dataclass(frozen=True)
@@ -32,9 +49,11 @@ class Runtime:
     products: Products
     backend: Backend
     observation: Observation
+    export: Export
     topology: Topology | None = None
     placement: Placement | None = None
     routing: RoutingWriter | None = None
+    early_router: EarlyRouter | None = None
     path_numbers: list[str] = field(default_factory=list)
 
     @classmethod
@@ -48,6 +67,11 @@ class Runtime:
         manager = ExpertManager(device=device, schedule=Schedule(), options=options)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
+        if config.heat.frozen == "reroute":
+            logger.warning(
+                "tokens of frozen experts go to the next-best expert (--megascale-frozen reroute). This changes the "
+                "mathematics"
+            )
         where, which, record = config.distributed.topology, config.distributed.placement, config.observe.routing
         topology = None if where is None else Topology.from_file(where)
         if topology is not None and topology.num_ranks < world:
@@ -62,9 +86,11 @@ class Runtime:
             products,
             backend,
             observation,
+            export=Export(config.paging.disk_path),
             topology=topology,
             placement=None if which is None else Placement.from_file(which),
             routing=None if record is None else RoutingWriter(record, rank=rank),
+            early_router=EarlyRouter(Foresight(manager)) if config.paging.prefetch == "early-router" else None,
         )
 
     @property

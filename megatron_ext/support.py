@@ -47,6 +47,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("model", "enable_autocast", _set, "train in bf16 or fp32 without autocast"),
     Refusal("model", "init_model_with_meta_device", _set, "leave it out: experts are built one at a time"),
     Refusal("model", "gradient_accumulation_fusion", _set, "add --no-gradient-accumulation-fusion"),
+    Refusal("model", "overlap_dispatch_backward_with_experts_wgrad", _set, "leave it out"),
+    Refusal("model", "mtp_detach_heads", _set, "leave it out: its own gradient norm would not see experts"),
     Refusal("model", "expert_tensor_parallel_size", _more_than_one, "use --expert-tensor-parallel-size 1"),
     Refusal("ddp", "use_megatron_fsdp", _set, "use the distributed optimizer (--use-distributed-optimizer)"),
     Refusal("ddp", "num_distributed_optimizer_instances", _more_than_one, "use one instance"),
@@ -60,6 +62,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("optimizer", "loss_scale", _set, "leave it out: bf16 and fp32 need none"),
     Refusal("arguments", "moe_use_upcycling", _set, "upcycle with stock, then load the checkpoint"),
     Refusal("arguments", "use_torch_fsdp2", _set, "use the distributed optimizer"),
+    Refusal("arguments", "freeze_all_layers", _set, "leave it out: it does not reach experts"),
+    Refusal("arguments", "freeze_LM", _set, "leave it out: it does not reach experts"),
+    Refusal("arguments", "check_weight_hash_across_dp_replicas_interval", _set, "leave it out: it sees no experts"),
+    Refusal("arguments", "gtp_weight_remat_size", _more_than_one, "leave it out"),
+    Refusal("arguments", "expert_gtp_weight_remat_size", _more_than_one, "leave it out"),
+    Refusal("arguments", "ckpt_convert_format", _set, "convert with stock, then load the checkpoint"),
 )
 
 
@@ -99,6 +107,11 @@ def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True) -> 
         raise ValueError(
             f"--tensor-model-parallel-size {cut} would cut experts as well, which is not supported with --megascale; "
             "add --expert-tensor-parallel-size 1"
+        )
+    if experts is not None and cut > 1 and getattr(args, "add_bias_linear", False):
+        raise ValueError(
+            f"--tensor-model-parallel-size {cut} and experts with biases are not supported together with --megascale, "
+            "because stock leaves some of these biases out of the gradient norm; add --disable-bias-linear"
         )
     if getattr(args, "save", None) or getattr(args, "load", None):
         _check_checkpoints(args)

@@ -225,6 +225,10 @@ def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> di
 
 
 def _optimizer_index(adam: PagedAdam) -> dict[str, Any]:
+    if adam.is_open:
+        raise RuntimeError(
+            "a checkpoint between backward and optimizer step: some experts are stepped already; save after"
+        )
     groups = []
     for number, group in enumerate(adam.param_groups):
         base, records = adam.history.kept(number)

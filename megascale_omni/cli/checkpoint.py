@@ -48,7 +48,7 @@ def _list(folder: Path) -> list[Found]:
     for error in broken:
         print(f"broken: {error}")
     if not found and not broken:
-        raise ValueError(f"{folder} holds no checkpoints of this format")
+        raise ValueError(f"{folder} holds no checkpoints of format paged (stock's are not listed)")
     return found
 
 
@@ -74,7 +74,7 @@ def _verify(args: argparse.Namespace) -> int:
     if not (args.folder / MANIFEST).exists() and not any(args.folder.glob("mpu_*_state")):
         found, broken = list_checkpoints(args.folder)
         if not found and not broken:
-            raise ValueError(f"{args.folder} holds no checkpoints of this format")
+            raise ValueError(f"{args.folder} holds no checkpoints of format paged (stock's are not listed)")
         folders = [f.folder for f in found]
         problems = [str(error) for error in broken]
     for folder in folders:

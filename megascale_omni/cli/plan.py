@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML or JSON of Megatron's argument names, or flags",
     )
-    parser.add_argument("--device", default="h100", metavar="NAME", help="a100, h100, h200, gh200 (default h100)")
+    parser.add_argument(
+        "--device", default="h100", metavar="NAME", help="a100, h100, h200, gh200 (default h100), or here: measure"
+    )
     parser.add_argument("--device-memory", metavar="SIZE", help="default: the device's")
     parser.add_argument("--host-memory", default="0", metavar="SIZE", help="for pages, of this rank (default 0)")
     parser.add_argument("--link", metavar="RATE", help="to host memory: pcie4, pcie5, nvlink-c2c, 50GB/s")
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
+    parser.add_argument("--trace", metavar="FILE", help="of a run of this model: what a step moves follows from it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -44,21 +47,34 @@ def run(args: argparse.Namespace) -> int:
 
     from megascale_omni.config import parse_budget, parse_bytes
     from megascale_omni.paging.budget import parse_percent
-    from megascale_omni.planner.bandwidth import measure_disk
+    from megascale_omni.paging.trace import read_trace
+    from megascale_omni.planner.bandwidth import Disk, measure_disk
     from megascale_omni.planner.devices import bandwidth, device_named
     from megascale_omni.planner.models import read_model
     from megascale_omni.planner.plan import Machine, Run, make_plan
     from megascale_omni.planner.state import rank_state
 
-    card, device = read_model(args.source), device_named(args.device)
+    card, page_bytes = read_model(args.source), parse_bytes(args.page_size, key="--page-size")
+    here = args.device == "here"
+    if here:
+        from megascale_omni.planner.probe import measure_here, paging_efficiency
+
+        device = measure_here(card, page_bytes=page_bytes)
+    else:
+        device = device_named(args.device)
     if args.link is not None:
         device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
     if args.flops is not None:
-        device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0)
+        device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0, experts=1.0)
     disk = None
     if args.disk_bandwidth is not None:
-        auto = args.disk_bandwidth == "auto"
-        disk = measure_disk(args.disk_path) if auto else bandwidth(args.disk_bandwidth, key="--disk-bandwidth")
+        if args.disk_bandwidth == "auto":
+            disk = measure_disk(args.disk_path, request_bytes=min(page_bytes, 4 * card.expert.num_parameters))
+            if here:
+                efficiency = paging_efficiency(card, disk, here=device, page_bytes=page_bytes, folder=args.disk_path)
+                disk = dataclasses.replace(disk, efficiency=efficiency)
+        else:
+            disk = Disk.of(bandwidth(args.disk_bandwidth, key="--disk-bandwidth"))
     memory = (
         device.memory_bytes if args.device_memory is None else parse_bytes(args.device_memory, key="--device-memory")
     )
@@ -72,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be 1 or more")
     plan = Run(
-        page_bytes=parse_bytes(args.page_size, key="--page-size"),
+        page_bytes=page_bytes,
         expert_parallel=args.expert_parallel,
         pipeline_parallel=args.pipeline_parallel,
         data_parallel=args.data_parallel,
         active_share=share,
+        trace=None if args.trace is None else read_trace(args.trace),
     )
     if args.budget is not None:
         state = rank_state(

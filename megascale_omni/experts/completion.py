@@ -45,9 +45,32 @@ class Finisher(Protocol):
 
 @dataclass
 class Completion:
-    """Who completes a module's gradients in the backward: ``begin(active experts)`` gives the one for this call."""
+    """Who completes a module's gradients in the backward: ``begin(active experts)`` gives the one for this call.
+
+    ``uses`` counts the optimizer's steps by the gradients at hand. ``gone``: some were not kept after theirs.
+    """
 
     begin: Callable[[Sequence[int]], Finisher | None] = lambda active: None
+    uses: int = 0
+    gone: bool = False
+
+    def check(self) -> None:
+        """Raises RuntimeError where gradients that are wanted, or are to be added to, have been used and are gone."""
+        if self.gone:
+            raise RuntimeError(
+                "gradients of experts have been used by an optimizer step and are gone, which they are where pages "
+                "leave the device or are stepped in the backward. Drop them all (zero_grad_buffer) after each step; to "
+                f"use them twice, keep all pages resident and set {OFF}"
+            )
+
+    def used(self, *, gone: bool) -> None:
+        """The optimizer has stepped by the gradients at hand."""
+        self.uses += 1
+        self.gone = self.gone or gone
+
+    def renew(self) -> None:
+        """Gradients are dropped: the next ones have not been used."""
+        self.uses, self.gone = 0, False
 
 
 class PageStepper(Protocol):
@@ -121,6 +144,7 @@ class _Finisher:
         stepped: list[PageName] = []
         for name in wave.items:
             self._gradients.complete(experts, name, gradients.page(*name), scale=self._scale)
+            self._gradients.done.add((experts, name))
             # A gradient that is not finite ends the run, or the step, on every rank: its page waits for them.
             if self._stepper is not None and self._gradients.non_finite is None:
                 if not stepped:

@@ -133,6 +133,8 @@ class PagedExpertsFunction(torch.autograd.Function):
             context, rows, (x_Nh, probs_N, flat), gy_Nh, (needs_probs, needs_weights), gx_Nh=gx_Nh
         )
         planes, create = ((Plane.WEIGHT, Plane.GRADIENT), Plane.GRADIENT) if needs_weights else ((Plane.WEIGHT,), None)
+        if needs_weights:
+            context.completion.check()
         finisher = context.completion.begin(rows.active) if needs_weights else None
         soon = () if finisher is None else finisher.planes
         for wave in context.manager.waves(

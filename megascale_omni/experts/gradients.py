@@ -56,6 +56,7 @@ class ExpertGradients:
         self.non_finite: str | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
         self.last: LastGradients | None = None  # who completes pages in the backward already
+        self._uses: dict[PagedExperts, int] = {}  # by the optimizer, when pages were measured
         self.done: set[tuple[PagedExperts, PageName]] = set()
         """Pages of this step that are complete: checked, scaled and measured."""
         self.stepped: set[tuple[PagedExperts, PageName]] = set()
@@ -78,7 +79,9 @@ class ExpertGradients:
         """Forgets all gradients: a new step begins, nothing of the old one may be applied again."""
         for experts in self.modules:
             experts.manager.drop(experts.page_ids(Plane.GRADIENT, self.present(experts)))
+            experts.context.completion.renew()
         self._statistics.clear()
+        self._uses.clear()
         self.done.clear()
         self.stepped.clear()
         self.non_finite = None
@@ -130,7 +133,6 @@ class ExpertGradients:
         found = self._statistics[experts, name] = self._measure(page)
         if found.sums is not None and found.sums.non_finite:  # sums have looked at every element
             self._check(experts, name, page)
-        self.done.add((experts, name))
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiplies every gradient, as stock multiplies its buffers; statistics follow by arithmetic.
@@ -189,6 +191,11 @@ class ExpertGradients:
         """What was measured of the present pages of a module that this rank owns; measures what was not."""
         if not experts.trainable:
             return []
+        completion = experts.context.completion
+        completion.check()
+        if completion.uses != self._uses.get(experts, 0):  # clipping multiplies them in place
+            self._uses[experts] = completion.uses
+            self._statistics = {key: found for key, found in self._statistics.items() if key[0] is not experts}
         here = set(self.present(experts)) | {name for module, name in self.stepped if module is experts}
         owned = [name for name in shards.owned(experts) if name in here]
         missing = [name for name in owned if not self._is_measured(self._statistics.get((experts, name)))]

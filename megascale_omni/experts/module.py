@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from megascale_omni.checkpoint.scratch import MakeTensors
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
@@ -171,10 +172,18 @@ class PagedExperts(torch.nn.Module):
                 for item in self.names.of_page(*name):
                     yield item, self.layout.part(lease.page(*name), item.slice, item.part)
 
-    def dense(self, plane: Plane = Plane.WEIGHT) -> dict[str, torch.Tensor]:
-        """Copies of all named tensors of a plane, under their stock names and shapes; absent pages are zeros."""
+    def dense(self, plane: Plane = Plane.WEIGHT, *, make: MakeTensors | None = None) -> dict[str, torch.Tensor]:
+        """Copies of all named tensors of a plane, under their stock names and shapes; absent pages are zeros.
+
+        ``make`` makes the tensors; without it, they are on the module's device.
+        """
         dtype = self.pages.dtypes[plane]
-        tensors = {t.name: torch.zeros(t.shape, dtype=dtype, device=self._anchor.device) for t in self.names.tensors()}
+        shapes = {tensor.name: tensor.shape for tensor in self.names.tensors()}
+        if make is not None:
+            tensors = make(shapes, dtype)
+        else:
+            device = self._anchor.device
+            tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         for item, view in self.named_slices(plane):
             item.select(tensors[item.tensor.name]).copy_(view)
         return tensors

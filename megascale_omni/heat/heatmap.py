@@ -11,6 +11,7 @@ from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
 
 COMPUTE, MEMORY, COMMUNICATION = 0, 1, 2
+MOST_HELD = 1024
 HEATING = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP})
 """Recompute and evaluation add no heat: they repeat, or do not train."""
 
@@ -29,7 +30,9 @@ class HeatMap:
         self._heats = False
         self._entry = None if not manager.modules else manager.modules[0].entry
         self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
+        self._forwards: dict[int, np.ndarray] = {}  # of the part at hand with tokens of each expert, [experts]
         self._uses = np.zeros(0, dtype=np.int64)  # of page indices
+        self._held: list[np.ndarray] = []  # leases that are not counted yet
         self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]
         self.last_token_step: dict[int, np.ndarray] = {}
 
@@ -39,6 +42,7 @@ class HeatMap:
         """See Observer."""
         self._heats = visit.phase in HEATING
         if len(self._uses) < self._manager.numbering.num_indices:
+            self._count_held()
             self._uses = np.concatenate(
                 [self._uses, np.zeros(self._manager.numbering.num_indices - len(self._uses), dtype=np.int64)]
             )
@@ -48,14 +52,25 @@ class HeatMap:
         tokens = self._tokens.get(module)
         if tokens is None:
             tokens = self._tokens[module] = np.zeros(len(counts), dtype=np.int64)
+            self._forwards[module] = np.zeros(len(counts), dtype=np.int64)
             self.last_token_step.setdefault(module, np.full(len(counts), self._manager.schedule.moment.step))
         tokens += counts
+        self._forwards[module] += counts > 0
         self.last_token_step[module][counts > 0] = self._manager.schedule.moment.step
 
     def held(self, page_ids: np.ndarray) -> None:
         """See Observer."""
         if self._heats:
-            self._uses[page_ids // len(Plane)] += 1  # ids of a lease differ, and are of one plane
+            self._held.append(page_ids.copy())
+            if len(self._held) >= MOST_HELD:
+                self._count_held()
+
+    def _count_held(self) -> None:
+        """Counts uses: many leases at once."""
+        if self._held:
+            indices = np.concatenate(self._held) // len(Plane)
+            self._uses += np.bincount(indices, minlength=len(self._uses))
+            self._held.clear()
 
     def reached(self, page: int) -> None:
         """See Observer."""
@@ -74,8 +89,23 @@ class HeatMap:
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 
+    def counts(self) -> np.ndarray:
+        """``[modules, experts, 3]`` of the part at hand: tokens, forwards with tokens, step of the last token.
+
+        For modules of equally many experts.
+        """
+        found = np.zeros((len(self._manager.modules), self._manager.modules[0].entry.num_experts, 3), dtype=np.int64)
+        for row, module in enumerate(self._manager.modules):
+            number = module.entry.module
+            if number in self._tokens:
+                found[row, :, 0], found[row, :, 1] = self._tokens[number], self._forwards[number]
+            if number in self.last_token_step:
+                found[row, :, 2] = self.last_token_step[number]
+        return found
+
     def end_part(self) -> None:
         """The newest part is complete; the oldest is forgotten."""
+        self._count_held()
         for module in self._manager.modules:
             number, entry = module.entry.module, module.entry
             part = np.zeros((entry.num_experts, 3))
@@ -91,6 +121,7 @@ class HeatMap:
             past.append(part)
             del past[: -self._parts]
         self._tokens.clear()
+        self._forwards.clear()
         self._uses[:] = 0
 
     def window(self, module: int) -> np.ndarray:

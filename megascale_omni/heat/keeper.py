@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megascale_omni.config import HeatConfig
+from megascale_omni.heat.agreement import AgreedHeat, Exchange, spared
 from megascale_omni.heat.heatmap import HeatMap
 from megascale_omni.heat.states import Heat, Snapshot, classify, scores, to_freeze, to_probe
 from megascale_omni.paging.leases import PagedModule
@@ -28,6 +29,11 @@ class HeatKeeper:
     from then on. Nothing that is computed depends on the state. When the module's cold threshold rises, traffic is
     coming back: some frozen experts are probed with a product of their own, and stay if it was answered within
     ``probe_seconds``. Time decides only about residency.
+
+    Where ranks have agreed to decide together (:meth:`agree`), states are of all experts of a layer and follow from
+    exchanged counts alone [Note: agreed heat]; an expert that is probed wakes, however long it took. Only then may
+    frozen experts be left out by the router (``frozen: reroute``): an expert that is left out gets no token that could
+    wake it, so that being probed is its way back, for one turn at first.
     """
 
     def __init__(
@@ -44,9 +50,33 @@ class HeatKeeper:
         self._cold_since: dict[tuple[int, int], float] = {}
         self._threshold: dict[int, float] = {}
         self._turn = 0
+        self._agreed: AgreedHeat | None = None
+        self._awake = 1
+        self._masks: dict[int, np.ndarray | None] = {}
         self.on_refresh: Callable[[int], None] = lambda step: None
         manager.observers.append(self.map)
         manager.schedule.on_step(self._step)
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether routers leave frozen experts out."""
+        return self.config.frozen == "reroute"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks decide together."""
+        return self._agreed is not None
+
+    def agree(self, exchange: Exchange, *, awake: int = 1) -> None:
+        """From here on ranks decide together, by what all of them saw. All must call it, between the same two steps.
+
+        ``awake``: experts of a layer that are never frozen at once where routers leave frozen ones out.
+        """
+        self._agreed, self._awake = AgreedHeat(exchange, self.config), awake
+
+    def frozen(self, module: int) -> np.ndarray | None:
+        """Mask of the experts of a layer, on all ranks, that its router leaves out; None: nobody."""
+        return self._masks.get(module)
 
     def _step(self) -> None:
         done = self._manager.schedule.moment.step - 1  # steps that are over
@@ -55,6 +85,8 @@ class HeatKeeper:
 
     def refresh(self) -> None:
         """Counts the part that is over, and lets the policy decide."""
+        if self._agreed is not None:
+            self._agreed.end_part(self.map.counts())
         self.map.end_part()
         self._turn += 1
         for module in self._manager.modules:
@@ -64,6 +96,14 @@ class HeatKeeper:
     def snapshot(self, module: PagedModule) -> Snapshot:
         """What the policy sees of a module."""
         number, experts = module.entry.module, module.entry.num_experts
+        if self._agreed is not None:
+            return self._agreed.snapshot(
+                number,
+                done=self._manager.schedule.moment.step - 1,
+                flops=6.0 * module.layout.shape.num_parameters,
+                slices=module.entry.num_slices,
+                travels=float(self.map.travels.get(number, 0)),
+            )
         pending = np.zeros(experts, dtype=bool)
         if Plane.GRADIENT in module.dtypes:
             pending = np.asarray(self._manager.present(module, Plane.GRADIENT).any(axis=1))
@@ -72,27 +112,51 @@ class HeatKeeper:
 
     def _refresh(self, module: PagedModule) -> None:
         number, snapshot = module.entry.module, self.snapshot(module)
+        first = 0 if self._agreed is None else self._agreed.exchange.first
+        here = range(first, first + module.entry.num_experts)
         states = classify(snapshot, self.config)
         score = scores(snapshot.metrics, self.config)
         for expert in np.nonzero((snapshot.states == Heat.FROZEN) & (states != Heat.FROZEN))[0].tolist():
-            self._wake(number, expert)
-        may_leave = self._manager.pager.can_evict
-        for expert in to_freeze(snapshot, states, self.config).tolist() if may_leave else ():
-            self._manager.send_away(self._pages(module, expert))
+            if expert in here:
+                self._wake(number, expert - first)
+        for expert in self._to_freeze(snapshot, states, score):
             states[expert] = Heat.FROZEN
-            self.frozen_at[number, expert] = (self._manager.schedule.moment.step, float(score[expert]))
-            self.counts["frozen"] += 1
+            if expert in here:
+                self._freeze(module, expert - first, float(score[expert]))
         threshold = float(np.percentile(score, self.config.cold_percentile)) if len(score) else 0.0
         before = self._threshold.get(number, threshold)
         for expert in to_probe(
             states, before=before, now=threshold, turn=self._turn, share=self.config.probe_share
         ).tolist():
-            if self._probe(module, expert):
+            answered = expert not in here or self._probe(module, expert - first)
+            if answered or self._agreed is not None:
                 states[expert] = Heat.WARM
-                self._wake(number, expert)
+                if expert in here:
+                    self._wake(number, expert - first)
         self._threshold[number] = threshold
-        self.states[number] = states
-        self._watch(number, score)
+        self.states[number] = states[first : first + module.entry.num_experts]
+        if self._agreed is not None:
+            self._agreed.states[number] = states
+            out = states == Heat.FROZEN
+            self._masks[number] = out if self.reroutes and out.any() else None
+        self._watch(number, score, first)
+
+    def _to_freeze(self, snapshot: Snapshot, states: np.ndarray, score: np.ndarray) -> list[int]:
+        """Experts to freeze now. Who is left out by routers must not depend on whether pages can leave."""
+        if not (self._manager.pager.can_evict or self.reroutes):
+            return []
+        chosen = to_freeze(snapshot, states, self.config)
+        if self.reroutes:
+            if self._agreed is None:  # nobody said how many experts a token needs
+                return []
+            chosen = spared(states, chosen, score, awake=self._awake)
+        found: list[int] = chosen.tolist()
+        return found
+
+    def _freeze(self, module: PagedModule, expert: int, score: float) -> None:
+        self._manager.send_away(self._pages(module, expert))
+        self.frozen_at[module.entry.module, expert] = (self._manager.schedule.moment.step, score)
+        self.counts["frozen"] += 1
 
     def _wake(self, module: int, expert: int) -> None:
         self.frozen_at.pop((module, expert), None)
@@ -117,14 +181,18 @@ class HeatKeeper:
                 _ = up[:, : views.down_rh.shape[0]] @ views.down_rh
         return self._clock() - start <= self.config.probe_seconds
 
-    def _watch(self, module: int, score: np.ndarray) -> None:
-        """Raises the alarm, once, for experts that have been below the alarm percentile for too long."""
+    def _watch(self, module: int, score: np.ndarray, first: int) -> None:
+        """Raises the alarm, once, for experts that have been below the alarm percentile for too long.
+
+        ``score`` is of all experts that are compared; this rank's begin at ``first``.
+        """
         if not len(score):
             return
-        low = score <= np.percentile(score, self.config.alarm_percentile)
-        quiet = low & (self.states[module] <= Heat.COLD)
+        states = self.states[module]
+        low = score[first : first + len(states)] <= np.percentile(score, self.config.alarm_percentile)
+        quiet = low & (states <= Heat.COLD)
         now = self._clock()
-        for expert in range(len(score)):
+        for expert in range(len(states)):
             name = (module, expert)
             if not quiet[expert]:
                 self._cold_since.pop(name, None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 from pathlib import Path
 
 from megascale_omni.config import HeatConfig, ObserveConfig
@@ -12,6 +14,43 @@ from megascale_omni.heat.report import ReportWriter, read_report
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.recorder import Recorder
 from megascale_omni.pictures.canvas import new_figure
+
+logger = logging.getLogger(__name__)
+
+PICTURES = ("heat.png", "residency.png")
+
+
+def check_paths(observe: ObserveConfig) -> None:
+    """Whether a trace and a report, with its pictures at the end, can be written: now, and not after hours of training.
+
+    Raises:
+        ValueError: names the option, the path, and what is wrong with it.
+    """
+    if observe.trace is not None:
+        path = Path(observe.trace)
+        if path.is_dir():
+            raise ValueError(f"observe.trace={observe.trace} is a folder; name a file in it (--megascale-trace)")
+        _check_folder(path.parent, f"observe.trace={observe.trace}", "--megascale-trace")
+    if observe.report is not None:
+        folder, said = Path(observe.report), f"observe.report={observe.report}"
+        there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if not there.is_dir():
+            raise ValueError(f"{said} cannot be made: {there} is a file; give another folder (--megascale-report)")
+        _check_folder(there, said, "--megascale-report")
+        for name in PICTURES:
+            if (folder / name).is_dir():
+                raise ValueError(
+                    f"{said}: {name} in it is a folder; remove it, or give another one (--megascale-report)"
+                )
+
+
+def _check_folder(folder: Path, said: str, flag: str) -> None:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{said} cannot be written: there is no folder {folder}; make it, or give another path ({flag})"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{said} cannot be written: no permission to write in {folder}; give another path ({flag})")
 
 
 def path_of_rank(path: str | Path, *, rank: int, world: int) -> Path:
@@ -30,6 +69,7 @@ class Observation:
     def __init__(
         self, manager: ExpertManager, *, heat: HeatConfig, observe: ObserveConfig, rank: int = 0, world: int = 1
     ) -> None:
+        check_paths(observe)
         self.keeper = HeatKeeper(manager, heat) if heat.enabled else None
         self._recorder: Recorder | None = None
         self._report: ReportWriter | None = None
@@ -48,7 +88,10 @@ class Observation:
         return total_stats(dispatcher.stats() for dispatcher in self.dispatchers)
 
     def close(self) -> None:
-        """Ends what is being written, and draws the report's pictures (rank 0). Idempotent."""
+        """Ends what is being written, and draws the report's pictures (rank 0). Idempotent.
+
+        A picture that cannot be drawn is told in the log: what was trained is not lost for it.
+        """
         atexit.unregister(self.close)
         if self._recorder is not None:
             self._recorder.close()
@@ -57,7 +100,10 @@ class Observation:
             self._report.close()
             self._report = None
             if self._rank == 0 and self._folder is not None:
-                draw_report(self._folder)
+                try:
+                    draw_report(self._folder)
+                except (ValueError, OSError) as error:
+                    logger.error("%s; draw it again: megascale heat %s --png FILE", error, self._folder)
 
 
 def draw_report(folder: str | Path) -> list[Path]:
@@ -67,10 +113,13 @@ def draw_report(folder: str | Path) -> list[Path]:
 
     reports = read_report(folder)
     drawn = []
+    heat, residency = (Path(folder) / name for name in PICTURES)
     if all(report.heat for report in reports):
-        draw_heat(reports, Path(folder) / "heat.png")
-        drawn.append(Path(folder) / "heat.png")
+        draw_heat(reports, heat)
+        drawn.append(heat)
+    else:
+        logger.info("no %s: the run ended before heat.refresh_steps steps, or with heat.enabled false", heat)
     if all(len(report.steps) > 1 for report in reports):
-        draw_residency(reports, Path(folder) / "residency.png")
-        drawn.append(Path(folder) / "residency.png")
+        draw_residency(reports, residency)
+        drawn.append(residency)
     return drawn

@@ -2,10 +2,9 @@
 
 [Note: report folder]
 ``rank0.jsonl`` begins with a line of kind ``run`` (modules, experts, the arena's limit). A line of kind ``step``
-follows every training step: bytes by tier and plane, and counters since the start, of pages and of the groups
-dispatcher. A line of kind ``heat`` follows
-every look at the heat map: for each module its experts' states, one digit each (see states.Heat), and scores in
-hundredths.
+follows every training step: bytes by tier and plane, counters since the start, of pages and of the groups dispatcher,
+and how long the step took, without what followed it (validation, a save). A line of kind ``heat`` follows every look at
+the heat map: for each module its experts' states, one digit each (see states.Heat), and scores in hundredths.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ class ReportWriter:
         self._described = ""
         self._start = time.monotonic()
         self._sizes = np.zeros(0)
-        manager.schedule.on_step(self._step)
+        self._began: float | None = None  # the step at hand, where its line is not written yet
+        manager.schedule.on_step(self._begin)
+        manager.schedule.on_step_end(self._end)
         if keeper is not None:
             keeper.on_refresh = self._heat
 
@@ -76,10 +77,18 @@ class ReportWriter:
         nbytes = np.array([*(c.nbytes for c in table.classes), 0])
         self._sizes = nbytes[table.class_index]
 
-    def _step(self) -> None:
-        done = self._manager.schedule.moment.step - 1
-        if done < 1 or self._file.closed:
+    def _begin(self) -> None:
+        self._step(self._manager.schedule.moment.step - 1)  # where nobody said that it had ended
+        self._began = time.monotonic()
+
+    def _end(self) -> None:
+        self._step(self._manager.schedule.moment.step)
+
+    def _step(self, done: int) -> None:
+        began, self._began = self._began, None
+        if began is None or self._file.closed:
             return
+        now = time.monotonic()
         self._describe()
         table = self._manager.table
         planes = np.arange(len(table.tier)) % len(Plane)
@@ -87,12 +96,14 @@ class ReportWriter:
         self._write(
             "step",
             step=done,
-            seconds=round(time.monotonic() - self._start, 3),
+            seconds=round(now - self._start, 3),
+            step_seconds=round(now - began, 4),
             tiers={t.name.lower(): int(self._sizes[table.tier == t].sum()) for t in TIERS},
             planes={p.name.lower(): int(self._sizes[here & (planes == p)].sum()) for p in Plane},
             counts=self._manager.stats(),
             groups=self._groups(),
         )
+        self._file.flush()  # the process may be killed
 
     def _heat(self, step: int) -> None:
         assert self._keeper is not None

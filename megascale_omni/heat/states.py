@@ -73,7 +73,7 @@ def to_freeze(snapshot: Snapshot, states: np.ndarray, config: HeatConfig) -> np.
 def to_probe(states: np.ndarray, *, before: float, now: float, turn: int, share: float) -> np.ndarray:
     """Frozen experts to try out: ``share`` of them, in turns, when the cold threshold rises (``before`` to ``now``)."""
     frozen = np.nonzero(states == Heat.FROZEN)[0]
-    if now <= before or not len(frozen):
+    if now <= before or not len(frozen) or not share:
         return frozen[:0]
     count = max(1, int(len(frozen) * share))
     return np.sort(np.roll(frozen, -turn * count)[:count])

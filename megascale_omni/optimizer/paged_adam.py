@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale_omni.experts.completion import leased
+from megascale_omni.checkpoint.scratch import MakeTensors, in_memory
+from megascale_omni.experts.completion import OFF, leased
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
@@ -91,7 +92,7 @@ class PagedAdam:
         for experts in self.modules:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
-            waits = self.max_lag > 0 or self.fetcher is not None
+            waits = self.shards.size == 1 or self.fetcher is not None
             manager.set_catch_up(experts.pages, self.catch_up if waits else None)
             experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
@@ -133,7 +134,9 @@ class PagedAdam:
         without a gradient wait (see [Note: deferred steps]). A collective of the shards' group where state is sharded:
         updated weights go to every rank.
         """
-        clipped = clip_coefficient is not None
+        for experts in self.modules:
+            experts.context.completion.check()
+        at_once, clipped = self.is_open, clip_coefficient is not None
         records = self._coming.close(self.param_groups, step=self.num_steps + 1, clipped=clipped)
         self.num_steps += 1
         for index, record in enumerate(records):
@@ -149,6 +152,8 @@ class PagedAdam:
                 self._step_page(experts, name, pages, clip)
                 before = [name]
             self._forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
+            kept = not experts.manager.pager.can_evict
+            experts.context.completion.used(gone=at_once or (bool(present.any()) and not kept))
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]
@@ -215,7 +220,8 @@ class PagedAdam:
             gradient.mul_(clip)
         p, m, v = pages[master_plane(experts)], pages[Plane.MOMENT1], pages[Plane.MOMENT2]
         for region, group in self._regions(experts, name):
-            records = (*self.history.since(group, last), *self._coming.opened[group : group + 1])
+            missed = self.history.since(group, last) if last < self.num_steps else ()  # there may be none yet
+            records = (*missed, *self._coming.opened[group : group + 1])
             self.arithmetic.advance(p=p[region], m=m[region], v=v[region], g=gradient[region], records=records)
         self._applied(experts, name, pages)
 
@@ -257,7 +263,13 @@ class PagedAdam:
         experts = self._by_module.get(module.entry.module)
         if experts is None:
             return
-        for page_id in page_ids[experts.manager.table.last_step[page_ids] < self.num_steps].tolist():
+        last_steps = experts.manager.table.last_step[page_ids]
+        if self.is_open and (last_steps > self.num_steps).any():
+            raise RuntimeError(
+                f"{experts.path}: weights are read between backward and optimizer step, where some have been stepped "
+                f"and others have not; read them after the step, or set {OFF}"
+            )
+        for page_id in page_ids[last_steps < self.num_steps].tolist():
             key = experts.manager.key(page_id)
             name = (key.expert, key.slice)
             if self.fetcher is not None and name not in self._owned_by(experts):
@@ -359,16 +371,16 @@ class PagedAdam:
         return float(total)
 
     @torch.no_grad()
-    def dense(self, experts: PagedExperts, plane: Plane) -> dict[str, torch.Tensor]:
+    def dense(self, experts: PagedExperts, plane: Plane, *, make: MakeTensors | None = None) -> dict[str, torch.Tensor]:
         """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
         if self.shards.size == 1 or plane is Plane.WEIGHT:
             self.fetch_all(experts)
-            return experts.dense(plane)
+            return experts.dense(plane, make=make)
         if self.fetcher is not None:
             for name in self.shards.owned(experts):
                 self._catch_up_owned(experts, name)
-        dtype = experts.pages.dtypes[plane]
-        tensors = {t.name: torch.zeros(t.shape, dtype=dtype) for t in experts.names.tensors()}
+        shapes = {tensor.name: tensor.shape for tensor in experts.names.tensors()}
+        tensors = (make or in_memory)(shapes, experts.pages.dtypes[plane])
 
         def write(name: PageName, part: torch.Tensor) -> None:
             experts.names.gather({name: part}, tensors)

@@ -60,5 +60,5 @@ def paging_options(config: PagingConfig, device: torch.device) -> PagingOptions:
         host_budget=host_budget,
         disk_path=config.disk_path,
         checksum=config.checksum,
-        prefetch=config.prefetch,
+        prefetch=config.prefetch != "none",
     )

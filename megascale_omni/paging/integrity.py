@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megascale_omni.paging.flights import FlightKind
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import Arena, TierKind
@@ -35,7 +36,7 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
     if len(lost):
         raise RuntimeError(f"{table.numbering.describe(int(lost[0]))} is on disk, but its bytes there are not current")
     for page_id, kind in pager.flights():
-        right = (TierKind.DEVICE,) if kind.value == "leaving" else AWAY
+        right = {FlightKind.LEAVING: (TierKind.DEVICE,), FlightKind.SINKING: (TierKind.HOST,)}.get(kind, AWAY)
         if table.tier[page_id] not in right or table.pins[page_id]:
             raise RuntimeError(
                 f"{table.numbering.describe(page_id)} is {kind.value} while it is {table.state(page_id).value} with "

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -82,7 +83,14 @@ class SlotClass:
     dtype: torch.dtype
     numel: int
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dtype, self.numel))
+
+    def __hash__(self) -> int:
+        return self._hash  # a key of dictionaries, thousands of times a step
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of one slot, rounded up to the alignment."""
         return -(-self.numel * self.dtype.itemsize // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

@@ -21,6 +21,7 @@ from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, Batch, cut_batch
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
+from megascale_omni.paging.flights import Tiers
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.heap import give_large_blocks_back
 from megascale_omni.paging.integrity import check_integrity
@@ -30,7 +31,7 @@ from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.observe import Observer
 from megascale_omni.paging.outlook import Outlook
-from megascale_omni.paging.pager import Pager, Tiers
+from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
 from megascale_omni.paging.residency import pages_ahead, probable_experts
 from megascale_omni.paging.table import PageTable
@@ -78,7 +79,7 @@ class ExpertManager:
         self.arena = Arena(device=device, poison=poison)
         self.pager = Pager(self.table, self._tiers(device, mover), self.outlook)
         self.pager.on_move = self._forget_views
-        self._resize_to: Budget | None = None
+        self._resize_to: tuple[Budget, Budget | None] | None = None
         self.schedule.on_step(self.outlook.end_step)
         self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
@@ -152,10 +153,11 @@ class ExpertManager:
         if self.pager.tiers.disk is not None:
             check_budget(self.options.device_budget, class_needs(self._modules))
 
-    def resize(self, budget: Budget) -> None:
+    def resize(self, budget: Budget, *, host: Budget | None = None) -> None:
         """Gives pages another device budget while training goes on; memory beyond it returns to the system.
 
-        Done at once where no lease is held, else at the next step's beginning; of several requests the last one counts.
+        ``host``: and another host budget behind it (None: as it is). Done at once where no lease is held, else at the
+        next step's beginning; of several requests the last one counts.
 
         Raises:
             ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
@@ -166,17 +168,17 @@ class ExpertManager:
                 "--megascale-disk-path (100% keeps all pages until the arena is resized)"
             )
         check_budget(budget, class_needs(self._modules))
-        self._resize_to = budget
+        self._resize_to = budget, host or (self._resize_to or (None, None))[1]
         if not self.table.pins.any():
             self._apply_resize()
 
     def _apply_resize(self) -> None:
         """Also returns what an earlier resize could not, for leases that were held."""
-        budget, self._resize_to = self._resize_to, None
-        if budget is None:
+        wanted, self._resize_to = self._resize_to, None
+        if wanted is None:
             return
         self.pager.settle()
-        self.options = replace(self.options, device_budget=budget)
+        self.options = replace(self.options, device_budget=wanted[0], host_budget=wanted[1] or self.options.host_budget)
         self._share_budget()
         for slot_class in self.arena.slot_classes():
             self.pager.compact(slot_class)
@@ -191,6 +193,7 @@ class ExpertManager:
         without_floors = {c: replace(need, floor=0) for c, need in needs.items()}
         for slot_class, slots in share(self.options.host_budget, without_floors).items():
             self.pager.tiers.host.set_limit(slot_class, slots)
+            self.pager.host.shrink(slot_class)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -416,7 +419,8 @@ class ExpertManager:
         """
         if not (self.pager.can_evict and self.options.prefetch):
             return
-        room = pages_ahead(min((self.arena.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes}))
+        slots = min((self.arena.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes})
+        room = pages_ahead(slots, always=self.pager.pace.ahead())
         wanted: list[int] = []
         for group in coming:
             if len(wanted) >= room:
@@ -479,8 +483,11 @@ class ExpertManager:
         return result
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start: pages created, dropped, loaded, evicted; faults; bytes loaded and written."""
-        return dict(self.pager.counts)
+        """Counters since the start: pages created, dropped, loaded, evicted; faults; bytes loaded and written; where
+        pages can leave, bytes that LRU would have loaded.
+        """
+        counts = dict(self.pager.counts)
+        return {**counts, "bytes_loaded_by_lru": self.pager.shadows.page_in_bytes()} if self.pager.can_evict else counts
 
     def key(self, page_id: int) -> PageKey:
         """A page's name."""

@@ -3,12 +3,15 @@
 [Note: what is known of experts]
 A backward needs the experts of its forward, and backwards come in the order of their forwards; the optimizer needs the
 experts that got tokens since the last step. So much is certain. Which experts a forward that has not begun will need is
-not known before its router has spoken: each is taken to be needed with the frequency of its recent past. The next use
-of a page is then an expected time.
+not known before its router has spoken: each is taken to be needed with the frequency of its recent past. Of a page
+whose next use is uncertain the early uses count most, since a page that leaves is missed there: a use ``t`` visits away
+weighs ``exp(-t / horizon)``, the weights are averaged by probability, and the average is taken back to a time. For a
+certain use that is the time itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +28,11 @@ MEMORY = 0.08
 LEAST_FREQUENCY = 1e-3
 """An expert is never taken to be gone for ever."""
 
+HORIZON_VISITS = 4
+"""Horizon of uncertain uses in visits for each module: two micro-batches there and back."""
+
 _NUM_PLANES = len(Plane)
+LEAST_WEIGHT = 1e-300
 NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
 
@@ -70,13 +77,16 @@ class Experts:
         self.stepped = np.zeros_like(self.stepped)
 
 
-def expected_use(experts: Experts, plane: Plane, coming: Iterable[tuple[int, Visit]], *, length: int) -> np.ndarray:
-    """Expected time of the next use of ``plane`` of each expert, ``[num_experts]``, by the visits to come.
+def expected_use(
+    experts: Experts, plane: Plane, coming: Iterable[tuple[int, Visit]], *, length: int, now: int, horizon: float
+) -> np.ndarray:
+    """Time of the next use of ``plane`` of each expert, ``[num_experts]``, by the visits to come after time ``now``.
 
-    ``length`` is a step's number of visits: how far away it is at least when the visits end without a use.
+    ``length`` is a step's number of visits: how far away it is at least when the visits end without a use. ``horizon``
+    is how many visits ahead an uncertain use still weighs much, see [Note: what is known of experts].
     """
     p = experts.frequency
-    expected, unused = np.zeros_like(p), np.ones_like(p)
+    weight, unused = np.zeros_like(p), np.ones_like(p)
     stepped: np.ndarray = experts.stepped
     backwards, unknown, stepping, time = 0, 0, experts.stepping, 0
     read_forward = False
@@ -111,16 +121,17 @@ def expected_use(experts: Experts, plane: Plane, coming: Iterable[tuple[int, Vis
             chance = stepped.astype(float)
             if not read_forward and plane is not Plane.GRADIENT and unknown:
                 chance = np.maximum(chance, 1.0 - (1.0 - p) ** unknown)
-        expected += unused * chance * time
+        weight += unused * chance * math.exp((now - time) / horizon)
         unused = unused * (1.0 - chance)
         unused[unused < NEGLIGIBLE] = 0.0
         if not unused.any():
             break
-    if plane is Plane.GRADIENT:  # what has no use in this step is dropped with it
-        return np.where(unused > 0.5, FAR, expected / np.maximum(1.0 - unused, NEGLIGIBLE))
-    if time == 0:
-        return np.full_like(p, FAR)
-    return expected + unused * (time + length / p)
+    if plane is not Plane.GRADIENT:  # of these, what has no use in this step is dropped with it
+        if time == 0:
+            return np.full_like(p, FAR)
+        weight += unused * np.exp((now - time - length / p) / horizon)
+    use = now - horizon * np.log(np.maximum(weight, LEAST_WEIGHT))
+    return np.where(weight > LEAST_WEIGHT, use.round(6), FAR)  # equal times stay equal
 
 
 class Outlook:
@@ -133,8 +144,11 @@ class Outlook:
         self._experts: dict[int, Experts] = {}
         self._here = np.zeros(0, dtype=bool)  # page indices of the module that the current visit needs
         self._values = np.zeros(0)
+        self._now = np.zeros(0)  # the same, but for pages that the current visit has still to use
+        self._current = False  # whether _now is up to date
         self._valid: set[tuple[int, Plane]] = set()
         self._generation = -1
+        self._planes: set[Plane] = set()  # that some visit has used
 
     def experts(self, module: int) -> Experts:
         """What is known of a module's experts."""
@@ -147,8 +161,12 @@ class Outlook:
         self.forecast.visit(visit)
         entry = self._numbering.entries[visit.module]
         self.cursor = -1.0
+        self._current = False
         self._here = np.zeros(entry.num_pages, dtype=bool)
         self._here[indices] = True
+        if not self._planes.issuperset(visit.planes):
+            self._planes.update(visit.planes)
+            self._valid.clear()
         if visit.phase is not Phase.IDLE:
             active = np.asarray(self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1))
             self.experts(visit.module).see(visit.phase, active)
@@ -156,7 +174,17 @@ class Outlook:
 
     def reached(self, index: int) -> None:
         """The current visit works on page ``index`` of its module."""
-        self.cursor = float(index)
+        before, self.cursor = self.cursor, float(index)
+        visit = self.forecast.current
+        if not self._current or visit is None or self.cursor < before:
+            self._current = False
+            return
+        first = self._numbering.entries[visit.module].first_index
+        for place in range(int(before) + 1, index + 1):
+            if self._here[place]:
+                for plane in visit.planes:
+                    page_id = (first + place) * _NUM_PLANES + plane
+                    self._now[page_id] = self._values[page_id]
 
     def end_step(self) -> None:
         """A training step is over."""
@@ -172,6 +200,7 @@ class Outlook:
 
     def _forget(self, module: int) -> None:
         self._valid.difference_update([(module, plane) for plane in Plane])
+        self._current = False
 
     def probable(self, module: int) -> np.ndarray:
         """How probable it is that a module's next visit needs each expert, ``[num_experts]``."""
@@ -186,33 +215,48 @@ class Outlook:
 
     def next_use(self, page_ids: np.ndarray) -> np.ndarray:
         """When each page is used next, see [Note: next use] and [Note: what is known of experts]."""
+        self._update()
+        result: np.ndarray = self._now[page_ids]
+        return result
+
+    def _update(self) -> None:
+        """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
         if self._generation != self.forecast.generation:
             self._valid.clear()
             self._generation = self.forecast.generation
         if len(self._values) < self._numbering.num_pages:
             self._values = np.full(self._numbering.num_pages, FAR)
             self._valid.clear()
-        if len(self._valid) < len(self._numbering.entries) * _NUM_PLANES:
+            self._current = False
+        if len(self._valid) < len(self._numbering.entries) * len(self._planes):
+            self._current = False
             for entry in self._numbering.entries:
-                for plane in Plane:
+                for plane in self._planes:  # pages of others have no use that is known
                     if (entry.module, plane) not in self._valid:
                         self._refresh(entry, plane)
-        result: np.ndarray = self._values[page_ids]
-        visit = self.forecast.current
-        if visit is not None:
-            entry = self._numbering.entries[visit.module]
-            index, planes = np.divmod(page_ids, _NUM_PLANES)
-            place = index - entry.first_index
-            inside = (place >= 0) & (place < entry.num_pages)
-            rows = np.nonzero(inside & visit.mask[planes] & (place > self.cursor))[0]
-            rows = rows[self._here[place[rows]]]
-            result[rows] = self.forecast.time + place[rows] / entry.num_pages
-        return result
+        if not self._current:
+            self._now = self._values.copy()
+            visit = self.forecast.current
+            if visit is not None:
+                places = np.flatnonzero(self._here)
+                places = places[places > self.cursor]
+                ids = self._ids_of(visit, places)
+                self._now[ids] = self.forecast.time + places[:, None] / len(self._here)
+            self._current = True
+
+    def _ids_of(self, visit: Visit, places: np.ndarray) -> np.ndarray:
+        """``[pages, planes]`` page ids of pages (numbers in the module) of a visit."""
+        first = self._numbering.entries[visit.module].first_index
+        planes = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
+        ids: np.ndarray = (first + places[:, None]) * _NUM_PLANES + planes
+        return ids
 
     def _refresh(self, entry: ModuleEntry, plane: Plane) -> None:
         experts = self.experts(entry.module)
         coming = self.forecast.coming_to(entry.module)
-        use = expected_use(experts, plane, coming, length=max(1, self.forecast.length))
+        horizon = HORIZON_VISITS * len(self._numbering.entries)
+        length, now = max(1, self.forecast.length), self.forecast.time
+        use = expected_use(experts, plane, coming, length=length, now=now, horizon=horizon)
         part = np.arange(entry.num_pages) / entry.num_pages
         start = entry.first_index * len(Plane) + int(plane)
         stop = start + entry.num_pages * len(Plane)

@@ -2,64 +2,38 @@
 
 [Note: life of a page]
     ABSENT --create--> DEVICE --evict--> HOST or DISK --load--> DEVICE ...            (tier column)
-A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one) or LEAVING
-(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them). A page that is
-wanted while it is leaving stays where it is once the save has ended. ``dirty`` says that the disk does not hold the
-current bytes; a clean page leaves without a write. All of this happens on the main thread; io threads only move bytes.
+A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one), LEAVING
+(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them) or SINKING (the
+same, from HOST to DISK). A page that is wanted while it is leaving or sinking stays where it is once the save has
+ended. ``dirty`` says that the disk does not hold the current bytes; a clean page leaves without a write. All of this
+happens on the main thread; io threads only move bytes.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from megascale_omni.paging.copies import Copier
-from megascale_omni.paging.disk import DiskFile, PageIoError
+from megascale_omni.paging.disk import PageIoError
+from megascale_omni.paging.flights import Flight, FlightKind, Tiers
+from megascale_omni.paging.host import HostTier
 from megascale_omni.paging.layout import SlotClass
-from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
+from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
 
 logger = logging.getLogger(__name__)
 
 VICTIMS_AT_ONCE = 8
-
-
-class FlightKind(enum.Enum):
-    """Which way a page is going."""
-
-    LOADING = "loading"
-    LEAVING = "leaving"
-
-
-@dataclass
-class Flight:
-    """A page on its way: its job, the slot it goes to, and (LEAVING) where its bytes go."""
-
-    kind: FlightKind
-    future: Future[None]
-    slot: int
-    target: TierKind = TierKind.DEVICE
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The places pages can be in. ``host`` has no slots and ``disk`` is None where everything is resident."""
-
-    device: Arena
-    host: Arena
-    disk: DiskFile | None
-    mover: Mover | None
-    copier: Copier
 
 
 class Pager:
@@ -69,12 +43,23 @@ class Pager:
         self.table = table
         self.tiers = tiers
         self.outlook = outlook
+        self.shadows = Shadows(table.slot_class, lambda slot_class: tiers.device.limit(slot_class) or 0)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
         self._flights: dict[int, Flight] = {}
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self._keep: frozenset[int] = frozenset()
-        self._uses_of_held: dict[int, np.ndarray] = {}  # next uses of pages in leases, by slot class, while one serves
+        self.pace = Pace()
+        self.host = HostTier(
+            table,
+            tiers,
+            outlook,
+            flights=self._flights,
+            counts=self.counts,
+            pace=self.pace,
+            finish=self._finish,
+            keep=lambda: self._keep,
+        )
         self._clock = 0
         self.on_move: Callable[[int], None] = lambda page_id: None
 
@@ -99,7 +84,10 @@ class Pager:
 
     def create(self, page_id: int) -> None:
         """Gives an absent page a slot; contents are undefined."""
-        slot = self._take_slot(self.table.slot_class(page_id), wait=True)
+        slot_class = self.table.slot_class(page_id)
+        if self.can_evict:
+            self.shadows.of(slot_class).create(page_id, pinned=self._is_pinned)
+        slot = self._take_slot(slot_class, wait=True)
         assert slot is not None
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
         self.table.dirty[page_id] = True
@@ -117,6 +105,7 @@ class Pager:
             self.tiers.device.free(slot_class, slot)
         elif tier is TierKind.HOST:
             self.tiers.host.free(slot_class, slot)
+        self.shadows.of(slot_class).drop(page_id)
         self.counts["pages_dropped"] += 1
 
     def ensure(self, page_ids: np.ndarray) -> None:
@@ -130,7 +119,13 @@ class Pager:
         self.table.last_use[page_ids] = self._clock
         if not self.can_evict:
             return
+        self.pace.wanted(len(page_ids))
+        self._bring(page_ids)
+        self.pace.served()
+
+    def _bring(self, page_ids: np.ndarray) -> None:
         self.table.check_present(page_ids)
+        self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
         if not away and not flying:
@@ -138,6 +133,8 @@ class Pager:
         self._keep = frozenset(page_ids.tolist())
         try:
             for page_id in away:
+                if page_id in self._flights and self._flights[page_id].kind is FlightKind.SINKING:
+                    self._finish(page_id)
                 if self._is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
                     self._load(page_id, ahead=None)
@@ -153,7 +150,7 @@ class Pager:
             wanted = np.fromiter(page_ids, dtype=np.int64)
             away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
             pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
-            self._wanted = deque((n, p) for n, p in pairs if p not in self._flights)
+            self._wanted = deque((n, p) for n, p in pairs if not self._is_coming(p))
             self._reap()
             self._serve_wanted()
 
@@ -171,8 +168,12 @@ class Pager:
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
         limit = self.tiers.device.limit(slot_class)
+        self.shadows.of(slot_class).restart(())  # who leaves now is no page-in of anybody
         while limit is not None and self.tiers.device.used(slot_class) > limit:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
+        table = self.table
+        here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
+        self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
         self.tiers.device.trim(slot_class)
 
     def send_away(self, page_ids: np.ndarray) -> None:
@@ -181,6 +182,7 @@ class Pager:
         here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
         for page_id in page_ids[here].tolist():
             if page_id not in self._flights and page_id not in self._keep:
+                self.shadows.of_page(page_id).drop(page_id)  # LRU would have to do the same
                 self._evict(page_id)
 
     def compact(self, slot_class: SlotClass) -> int:
@@ -206,48 +208,68 @@ class Pager:
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
+    def _is_coming(self, page_id: int) -> bool:
+        return page_id in self._flights and self._flights[page_id].kind is not FlightKind.SINKING
+
+    def _is_here(self, page_id: int) -> bool:
+        return self._is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
+
+    def _is_pinned(self, page_id: int) -> bool:
+        return bool(self.table.pins[page_id])
+
     def _is_away(self, page_id: int) -> bool:
         return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
 
-    def _load(self, page_id: int, *, ahead: int | None) -> bool:
-        """Starts a load, waiting for room; or, ``ahead`` pages early, only where there is some. Whether it did."""
+    def _load(self, page_id: int, *, ahead: float | None) -> bool:
+        """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
+
+        Returns whether it did.
+        """
         slot_class = self.table.slot_class(page_id)
-        before = -np.inf if ahead is None else self._displaced_before(page_id, ahead)
-        slot = self._take_slot(slot_class, wait=ahead is None, needed_before=before)
+        shadow = self.shadows.of(slot_class)
+        if ahead is not None and not shadow.may_load(page_id):
+            return False
+        shadow.loaded(page_id)
+        slot = self._take_slot(slot_class, wait=ahead is None, needed_before=-np.inf if ahead is None else ahead)
         if slot is None:
+            shadow.not_loaded(page_id)
             return False
         target = self.tiers.device.tensor(slot_class, slot)
         source, mover = TierKind(self.table.tier[page_id]), self.tiers.mover
         assert mover is not None
         if source is TierKind.HOST:
             held = self.tiers.host.tensor(slot_class, int(self.table.slot[page_id]))
-            future = mover.read(lambda: self.tiers.copier.copy(held, target))
+            future = mover.read(self.pace.reading(lambda: self.tiers.copier.copy(held, target)))
         else:
             offset, disk = int(self.table.disk_offset[page_id]), self.tiers.disk
             assert disk is not None
-            future = mover.read(
-                lambda: self.tiers.copier.from_disk(disk, offset, target, name=lambda: self._name(page_id))
-            )
+            job = partial(self.tiers.copier.from_disk, disk, offset, target, name=lambda: self._name(page_id))
+            future = mover.read(self.pace.reading(job))
         self._flights[page_id] = Flight(FlightKind.LOADING, future, slot)
         self.counts["pages_loaded"] += 1
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
 
-    def _displaced_before(self, page_id: int, number: int) -> float:
-        index = int(self.table.class_index[page_id])
-        held = self._uses_of_held.get(index)
-        if held is None:
-            pinned = np.nonzero(self.table.pins)[0]
-            held = self.outlook.next_use(pinned[self.table.class_index[pinned] == index])
-            self._uses_of_held[index] = held
-        return displaced_before(number, float(self.outlook.next_use(np.asarray([page_id]))[0]), held)
+    def _held_until(self, class_index: int) -> float:
+        """The latest next use of the pages of a class that leases hold."""
+        held = np.flatnonzero((self.table.pins > 0) & (self.table.class_index == class_index))
+        return float(self.outlook.next_use(held).max(initial=-np.inf))
 
     def _serve_wanted(self) -> None:
-        self._uses_of_held = {}
-        while self._wanted:
+        if not self._wanted:
+            return
+        uses = self.outlook.next_use(np.array([page_id for _, page_id in self._wanted]))
+        held_until: dict[int, float] = {}
+        always = self.pace.ahead()
+        for use in uses.tolist():
             number, page_id = self._wanted[0]
-            if self._is_away(page_id) and not self._load(page_id, ahead=number):
-                return
+            if self._is_away(page_id):
+                index = int(self.table.class_index[page_id])
+                if number >= always and index not in held_until:
+                    held_until[index] = self._held_until(index)
+                before = displaced_before(number, use, held_until.get(index, -np.inf), always=always)
+                if not self._load(page_id, ahead=before):
+                    return
             self._wanted.popleft()
 
     # -- room ----------------------------------------------------------------------------------------------------------
@@ -296,32 +318,41 @@ class Pager:
 
     def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         table = self.table
-        mask = (table.tier == DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
-        ids = np.nonzero(mask)[0]
-        away = self._flights.keys() | self._keep
-        if away:
-            ids = ids[~np.isin(ids, np.fromiter(away, dtype=np.int64))]
-        candidates = Candidates(ids, self.outlook.next_use(ids), table.dirty[ids], table.last_use[ids])
+        mask = (table.tier == DEVICE) & (table.pins == 0)
+        mask &= table.class_index == table.index_of(slot_class)
+        for page_id in (*self._flights, *self._keep):
+            mask[page_id] = False
+        ids = np.flatnonzero(mask)
+        shadow = self.shadows.of(slot_class)
+        candidates = Candidates(
+            ids,
+            self.outlook.next_use(ids),
+            table.dirty[ids],
+            table.last_use[ids],
+            shadowed=shadow.holds(ids),
+            allowance=shadow.allowance,
+        )
         return choose_victims(candidates, count=count, needed_before=before)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _evict(self, page_id: int) -> None:
-        """Starts a page's way out; a clean page without room in the host arena is gone at once."""
+        """Starts a page's way out; a clean page without a place in the host arena is gone at once."""
         slot_class, slot = self.table.slot_class(page_id), int(self.table.slot[page_id])
         source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
         assert mover is not None
         assert disk is not None
-        if self.tiers.host.has_room(slot_class):
-            host_slot = self.tiers.host.allocate(slot_class)
+        self.shadows.of(slot_class).left(page_id)
+        self.pace.left()
+        host_slot = self.host.admit(page_id)
+        if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
             future = mover.write(lambda: self.tiers.copier.copy(source, held))
             self._flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
         elif self.table.dirty[page_id]:
             offset = int(self.table.disk_offset[page_id])
-            future = mover.write(
-                lambda: self.tiers.copier.to_disk(disk, offset, source, name=lambda: self._name(page_id))
-            )
+            job = partial(self.tiers.copier.to_disk, disk, offset, source, name=lambda: self._name(page_id))
+            future = mover.write(self.pace.writing(job))
             self._flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
             self.counts["bytes_written"] += slot_class.nbytes
         else:
@@ -369,11 +400,16 @@ class Pager:
             self.table.move(page_id, tier=TierKind.DEVICE, slot=flight.slot)
             self._arrived(page_id, flight.slot)
             return
+        if flight.kind is FlightKind.SINKING:
+            self.host.landed(page_id, stay=stay)
+            return
         if flight.target is TierKind.DISK:
             self.table.dirty[page_id] = False
         if not stay:
             self._gone(page_id, int(self.table.slot[page_id]), flight.target, flight.slot)
-        elif flight.target is TierKind.HOST:
+            return
+        self.shadows.of(slot_class).stayed(page_id)
+        if flight.target is TierKind.HOST:
             self.tiers.host.free(slot_class, flight.slot)
 
     def _arena(self, kind: TierKind) -> Arena:

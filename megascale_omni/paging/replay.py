@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -25,7 +25,9 @@ from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.recorder import PHASES
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before, pages_ahead, probable_experts
+from megascale_omni.paging.shadow import ShadowLru, Shadows
 from megascale_omni.paging.trace import Event, Op, Trace, TracedModel
+from megascale_omni.schedule import Phase
 
 PolicyName = Literal["lru", "ours", "min"]
 
@@ -42,11 +44,23 @@ class Moved:
     written_bytes: int = 0
     uses: int = 0
     used_bytes: int = 0
+    phases: dict[str, list[int]] = field(default_factory=dict)
+    """Bytes that came in and bytes written, by the phase that was at work."""
 
     @property
     def bytes_in(self) -> int:
         """Bytes of all page-ins."""
         return self.demanded_bytes + self.prefetched_bytes
+
+    def came(self, nbytes: int, phase: Phase) -> None:
+        """A page was brought in."""
+        self.page_ins += 1
+        self.phases.setdefault(phase.value, [0, 0])[0] += nbytes
+
+    def went(self, nbytes: int, phase: Phase) -> None:
+        """A page was written."""
+        self.written_bytes += nbytes
+        self.phases.setdefault(phase.value, [0, 0])[1] += nbytes
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
@@ -74,7 +88,7 @@ class Policy(Protocol):
         """Pages are used now (resident, or about to be)."""
         ...
 
-    def victim(self, pages: np.ndarray, *, before: float) -> int | None:
+    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
         """Which of ``pages`` (unpinned, of one class) leaves; None where all are needed sooner than ``before``."""
         ...
 
@@ -103,7 +117,7 @@ class Lru:
             self._clock += 1
             self._used[page_id] = self._clock
 
-    def victim(self, pages: np.ndarray, *, before: float) -> int | None:
+    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
         """See Policy."""
         return min(pages.tolist(), key=lambda p: self._used.get(p, 0), default=None)
 
@@ -136,9 +150,16 @@ class Ours:
         self._clock += 1
         self._last_use[page_ids] = self._clock
 
-    def victim(self, pages: np.ndarray, *, before: float) -> int | None:
+    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
         """See Policy."""
-        candidates = Candidates(pages, self.outlook.next_use(pages), self._dirty[pages], self._last_use[pages])
+        candidates = Candidates(
+            pages,
+            self.outlook.next_use(pages),
+            self._dirty[pages],
+            self._last_use[pages],
+            shadowed=shadow.holds(pages),
+            allowance=shadow.allowance,
+        )
         chosen = choose_victims(candidates, count=1, needed_before=before)
         return chosen[0] if chosen else None
 
@@ -163,6 +184,7 @@ class _Machine:
         self.visit: Visit | None = None
         self.visited = np.zeros(0, dtype=np.int64)
         self.smallest = min(self.slots.values(), default=0)
+        self.shadows = Shadows(self.classes.__getitem__, self.slots.__getitem__)
 
     def run(self, events: Iterable[Event]) -> None:
         """Replays events."""
@@ -176,6 +198,7 @@ class _Machine:
                     self.policy.begin(self.visit, self.visited)
                 case Op.CREATE:
                     for page_id in ids.tolist():
+                        self.shadows.of_page(page_id).create(page_id, pinned=self._pinned)
                         self._take(page_id, keep=frozenset(ids.tolist()))
                         self.present[page_id] = self.resident[page_id] = self.dirty[page_id] = True
                     self.policy.use(ids.tolist())
@@ -190,6 +213,7 @@ class _Machine:
                 case Op.DROP:
                     for page_id in ids.tolist():
                         self._leave(page_id)
+                        self.shadows.of_page(page_id).drop(page_id)
                     self.present[ids] = self.dirty[ids] = False
                 case Op.WRITE:
                     self.dirty[ids] = True
@@ -197,10 +221,12 @@ class _Machine:
     def _hold(self, ids: np.ndarray) -> None:
         keep = frozenset(ids.tolist())
         self.policy.use(ids.tolist())
+        self.shadows.use(ids, here=lambda p: bool(self.resident[p]), pinned=self._pinned)
         for page_id in ids.tolist():
             self.moved.uses += 1
             self.moved.used_bytes += self.classes[page_id].nbytes
             if not self.resident[page_id]:
+                self.shadows.of_page(page_id).loaded(page_id)
                 self._take(page_id, keep=keep)
                 self._bring(page_id)
                 self.moved.demanded_bytes += self.classes[page_id].nbytes
@@ -209,7 +235,14 @@ class _Machine:
     def _bring(self, page_id: int) -> None:
         self.present[page_id] = self.resident[page_id] = True
         self.dirty[page_id] = False
-        self.moved.page_ins += 1
+        self.moved.came(self.classes[page_id].nbytes, self._phase)
+
+    @property
+    def _phase(self) -> Phase:
+        return Phase.IDLE if self.visit is None else self.visit.phase
+
+    def _pinned(self, page_id: int) -> bool:
+        return bool(self.pins[page_id])
 
     def _take(self, page_id: int, *, keep: frozenset[int], before: float = -np.inf) -> bool:
         """Makes sure of a slot; False where every page is needed sooner than ``before``."""
@@ -218,7 +251,7 @@ class _Machine:
             mask = self.resident & (self.pins == 0) & (self.kind_of == self.kind_of[page_id])
             pages = np.nonzero(mask)[0]
             pages = pages[~np.isin(pages, np.fromiter(keep, dtype=np.int64))]
-            victim = self.policy.victim(pages, before=before)
+            victim = self.policy.victim(pages, before=before, shadow=self.shadows.of(slot_class))
             if victim is None:
                 if before == -np.inf:
                     raise ValueError(
@@ -227,7 +260,7 @@ class _Machine:
                     )
                 return False
             if self.dirty[victim]:
-                self.moved.written_bytes += slot_class.nbytes
+                self.moved.went(slot_class.nbytes, self._phase)
                 self.dirty[victim] = False
             self._leave(victim)
         self.used[slot_class] += 1
@@ -237,6 +270,7 @@ class _Machine:
         if self.resident[page_id]:
             self.used[self.classes[page_id]] -= 1
             self.resident[page_id] = False
+            self.shadows.of_page(page_id).left(page_id)
 
     def _ahead(self, index: int) -> None:
         """What a run asks for early, see ExpertManager."""
@@ -256,8 +290,13 @@ class _Machine:
                 continue
             needed = float(outlook.next_use(np.asarray([page_id]))[0])
             held = np.nonzero((self.pins > 0) & (self.kind_of == self.kind_of[page_id]))[0]
-            before = displaced_before(number, needed, outlook.next_use(held))
+            before = displaced_before(number, needed, float(outlook.next_use(held).max(initial=-np.inf)))
+            shadow = self.shadows.of_page(page_id)
+            if not shadow.may_load(page_id):
+                return
+            shadow.loaded(page_id)
             if not self._take(page_id, keep=frozenset((page_id,)), before=before):
+                shadow.not_loaded(page_id)
                 return
             self._bring(page_id)
             self.moved.prefetched_bytes += self.classes[page_id].nbytes
@@ -328,18 +367,18 @@ def slots_of(model: TracedModel, budget: Budget) -> dict[SlotClass, int]:
 def _minimum(trace: Trace, budget: Budget, moved: Moved) -> None:
     """Belady's MIN, slot class by slot class."""
     classes, slots = page_classes(trace.model), slots_of(trace.model, budget)
-    uses, following = _lifetimes(trace)
+    uses, following, phases = _lifetimes(trace)
     resident: dict[SlotClass, dict[int, int]] = {c: {} for c in slots}  # page -> next use
     heaps: dict[SlotClass, list[tuple[int, int]]] = {c: [] for c in slots}
     dirty: set[int] = set()
-    for (page_id, op), later in zip(uses, following, strict=True):
+    for (page_id, op), later, phase in zip(uses, following, phases, strict=True):
         slot_class = classes[page_id]
         here, heap = resident[slot_class], heaps[slot_class]
         if op is Op.WRITE:
             if page_id in here:
                 dirty.add(page_id)
             else:  # evicted under the lease that writes it, which a run cannot do
-                moved.written_bytes += slot_class.nbytes
+                moved.went(slot_class.nbytes, phase)
             continue
         if op is Op.DROP:
             here.pop(page_id, None)
@@ -350,26 +389,32 @@ def _minimum(trace: Trace, budget: Budget, moved: Moved) -> None:
             moved.used_bytes += slot_class.nbytes
         if page_id not in here:
             if op is Op.HOLD:
-                moved.page_ins += 1
+                moved.came(slot_class.nbytes, phase)
                 moved.demanded_bytes += slot_class.nbytes
             while len(here) >= slots[slot_class]:
                 farthest, victim = heapq.heappop(heap)
                 if here.get(victim) == -farthest:
                     del here[victim]
-                    moved.written_bytes += slot_class.nbytes * (victim in dirty)
-                    dirty.discard(victim)
+                    if victim in dirty:
+                        moved.went(slot_class.nbytes, phase)
+                        dirty.discard(victim)
         if op is Op.CREATE:
             dirty.add(page_id)
         here[page_id] = later
         heapq.heappush(heap, (-later, page_id))
 
 
-def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int]]:
-    """(page, CREATE, HOLD, WRITE or DROP) one by one, and when each page is used next (its number, or the end)."""
+def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int], list[Phase]]:
+    """(page, CREATE, HOLD, WRITE or DROP) one by one, when each page is used next (its number, or the end), phases."""
     uses: list[tuple[int, Op]] = []
+    phases: list[Phase] = []
+    phase = Phase.IDLE
     for event in trace:
+        if event.op is Op.VISIT:
+            phase = PHASES[int(event.numbers[0])]
         if event.op in (Op.CREATE, Op.HOLD, Op.DROP, Op.WRITE):
             uses += [(page_id, event.op) for page_id in event.numbers.tolist()]
+            phases += [phase] * len(event.numbers)
     end = len(uses)
     following = [end] * end
     upcoming: dict[int, int] = {}
@@ -380,7 +425,7 @@ def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int]]:
             upcoming[page_id] = end
         elif op is not Op.WRITE:
             upcoming[page_id] = number
-    return uses, following
+    return uses, following, phases
 
 
 def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True) -> Moved:

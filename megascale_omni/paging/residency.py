@@ -11,13 +11,16 @@ import numpy as np
 class Candidates:
     """Pages of one slot class that may leave: in the arena, not pinned, not on their way.
 
-    Columns of equal length: ``page_ids``; ``next_use`` as the forecast tells; ``dirty``; ``last_use`` (a counter).
+    Columns of equal length: ``page_ids``; ``next_use`` as the forecast tells; ``dirty``; ``last_use`` (a counter);
+    ``shadowed``: LRU would have the page here. At most ``allowance`` of these may leave [Note: never worse than LRU].
     """
 
     page_ids: np.ndarray
     next_use: np.ndarray
     dirty: np.ndarray
     last_use: np.ndarray
+    shadowed: np.ndarray
+    allowance: int
 
 
 def choose_victims(candidates: Candidates, *, count: int, needed_before: float = -np.inf) -> list[int]:
@@ -25,36 +28,45 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
 
     The page whose next use is farthest away goes first (Belady's MIN). Among equals a clean page goes before a dirty
     one, which would have to be written, then the one used longest ago. Pages needed before ``needed_before`` stay.
+    Where room is needed whatever it costs and the allowance leaves nobody, the page used longest ago goes.
     """
-    order = np.lexsort((candidates.last_use, candidates.dirty, -candidates.next_use))
-    order = order[candidates.next_use[order] > needed_before]
-    victims: list[int] = candidates.page_ids[order[:count]].tolist()
+    if count <= 0:
+        return []
+    rows = np.nonzero(candidates.next_use > needed_before)[0]
+    if len(rows) > count <= candidates.allowance:  # the few that are needed last are enough to be put in order
+        use = candidates.next_use[rows]
+        rows = rows[use >= np.partition(use, len(use) - count)[len(use) - count]]
+    order = rows[np.lexsort((candidates.last_use[rows], candidates.dirty[rows], -candidates.next_use[rows]))]
+    shadowed = candidates.shadowed[order]
+    allowed = order[~shadowed | (np.cumsum(shadowed) <= candidates.allowance)][:count]
+    if not len(allowed) and needed_before == -np.inf:
+        allowed = order[np.argsort(candidates.last_use[order], kind="stable")][:1]
+    victims: list[int] = candidates.page_ids[allowed].tolist()
     return victims
 
 
-PROBABLE = 0.5
+PROBABLE = 0.9
 """Experts that a visit needs with at least this probability are fetched before it begins."""
 
 ALWAYS_AHEAD = 8
 """Pages that are fetched ahead even where it costs a page-in more, so that the disk has something to do meanwhile."""
 
 
-def pages_ahead(slots: int) -> int:
+def pages_ahead(slots: int, *, always: int = ALWAYS_AHEAD) -> int:
     """How many pages to ask for ahead in an arena of ``slots`` slots (of the smallest class)."""
-    return ALWAYS_AHEAD + slots // 16
+    return always + slots // 16
 
 
-def displaced_before(number: int, needed: float, held: np.ndarray) -> float:
+def displaced_before(number: int, needed: float, held_until: float, *, always: int = ALWAYS_AHEAD) -> float:
     """What a page ahead may displace: pages whose next use is later than the time returned.
 
-    ``number`` counts the pages asked for from 0, ``needed`` is when this one is used, ``held`` are the next uses of the
-    pages that leases hold now and will give back. A page that comes early displaces another before its time. It costs
-    nothing where that one would leave anyway, which is not so as long as a page that is held now is needed later still:
-    that one would leave instead, a moment later. The first few pages are fetched all the same.
+    ``number`` counts the pages asked for from 0, ``needed`` is when this one is used, ``held_until`` the latest next
+    use of the pages that leases hold now and will give back (minus infinity: none). A page that comes early displaces
+    another before its time. It costs nothing where that one would leave anyway, which is not so as long as a page that
+    is held now is needed later still: that one would leave instead, a moment later. The first ``always`` pages are
+    fetched all the same.
     """
-    if number < ALWAYS_AHEAD or not len(held):
-        return needed
-    return max(needed, float(held.max()))
+    return needed if number < always else max(needed, held_until)
 
 
 def probable_experts(probability: np.ndarray) -> np.ndarray:

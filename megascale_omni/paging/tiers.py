@@ -45,6 +45,7 @@ class _SlotSpace:
 
     slots_per_segment: int
     segments: list[torch.Tensor | None] = field(default_factory=list)
+    mappings: dict[int, mmap.mmap] = field(default_factory=dict)  # of segments in ordinary memory
     free: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     limit: int | None = None
@@ -99,7 +100,11 @@ class Arena:
             self._grow(slot_class, space)
 
     def trim(self, slot_class: SlotClass) -> int:
-        """Returns the memory of segments without a taken slot beyond what the limit needs; the bytes returned."""
+        """Returns the memory of segments without a taken slot beyond what the limit needs; the bytes returned.
+
+        In ordinary memory, free slots of the segments that stay give theirs back as well where the limit does not need
+        them; the system maps them again when they are written. They are not counted.
+        """
         space = self._space(slot_class)
         keep = -(-space.limit // space.slots_per_segment) if space.limit is not None else len(space.segments)
         busy = {slot // space.slots_per_segment for slot in space.taken}
@@ -107,11 +112,18 @@ class Arena:
         freed = 0
         for index in [i for i in reversed(present) if i not in busy][: max(0, len(present) - keep)]:
             space.segments[index] = None
+            space.mappings.pop(index, None)
             freed += space.slots_per_segment * slot_class.nbytes
         if freed:
             space.free = [s for s in space.free if space.segments[s // space.slots_per_segment] is not None]
             heapq.heapify(space.free)
             self._bytes -= freed
+        if space.limit is not None and slot_class.nbytes % mmap.PAGESIZE == 0:
+            needed = max(0, space.limit - len(space.taken))
+            for slot in sorted(space.free)[needed:]:
+                segment, place = divmod(slot, space.slots_per_segment)
+                if segment in space.mappings:
+                    space.mappings[segment].madvise(mmap.MADV_DONTNEED, place * slot_class.nbytes, slot_class.nbytes)
         return freed
 
     # -- slots ---------------------------------------------------------------------------------------------------------
@@ -212,29 +224,36 @@ class Arena:
 
     def _grow(self, slot_class: SlotClass, space: _SlotSpace) -> None:
         shape = (space.slots_per_segment, slot_class.stride)
-        segment = _aligned_empty(shape, dtype=slot_class.dtype, device=self.device, pin=self._pin)
+        segment, mapping = _aligned_empty(shape, dtype=slot_class.dtype, device=self.device, pin=self._pin)
         if None in space.segments:
             index = space.segments.index(None)
             space.segments[index] = segment
         else:
             index = len(space.segments)
             space.segments.append(segment)
+        if mapping is not None:
+            space.mappings[index] = mapping
         space.free += range(index * space.slots_per_segment, (index + 1) * space.slots_per_segment)
         heapq.heapify(space.free)
         self._bytes += space.slots_per_segment * slot_class.nbytes
 
 
-def _aligned_empty(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
-    """An uninitialised tensor that begins at a multiple of the slot alignment (on a CPU; a device aligns by itself)."""
+def _aligned_empty(
+    shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, pin: bool
+) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """An uninitialised tensor and the mapping that it lies in, where it has one of its own.
+
+    On a CPU it begins at a multiple of the slot alignment; a device aligns by itself.
+    """
     numel, itemsize = shape[0] * shape[1], dtype.itemsize
     with torch.inference_mode(False):  # a segment made during an evaluation is used in training
         if device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device), None
         if not pin:
             # A mapping of its own: when the segment goes, its memory returns to the system, which an allocator's may
             # not. Private, so that it counts as this process's data; the system begins it at a page.
             mapped = mmap.mmap(-1, numel * itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(mapped, dtype=dtype, count=numel).view(shape)
+            return torch.frombuffer(mapped, dtype=dtype, count=numel).view(shape), mapped
         raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
         start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize
-        return raw[start : start + numel].view(shape)
+        return raw[start : start + numel].view(shape), None

@@ -16,14 +16,14 @@ TIER_LABELS = {"device": "device memory", "host": "host memory", "disk": "disk"}
 
 def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
     """Series over steps, summed over ranks: ``step``, bytes by tier, and per step ``faults``, ``loaded`` and
-    ``written`` bytes, ``stall_seconds`` (the worst rank's) and ``seconds``.
+    ``written`` bytes and those that ``lru`` would have loaded, ``stall_seconds`` (the worst rank's) and ``seconds``.
 
     Raises:
         ValueError: no step was written.
     """
     length = min((len(report.steps) for report in reports), default=0)
     if length < 2:
-        raise ValueError("the report has no steps: the run ended before its third step began")
+        raise ValueError("the report has fewer than two steps: the run ended before the end of its second one")
 
     def total(*keys: str) -> np.ndarray:
         return np.sum([_column(report, length, *keys) for report in reports], axis=0)  # type: ignore[no-any-return]
@@ -32,15 +32,15 @@ def residency_series(reports: Sequence[RankReport]) -> dict[str, np.ndarray]:
         return np.diff(total("counts", key), prepend=0.0)
 
     stalls = np.max([np.diff(_column(r, length, "counts", "stall_microseconds"), prepend=0) for r in reports], axis=0)
-    seconds = _column(reports[0], length, "seconds")
     return {
         "step": _column(reports[0], length, "step"),
         **{tier: total("tiers", tier) for tier in TIER_COLOURS},
         "faults": rate("page_faults"),
         "loaded": rate("bytes_loaded"),
         "written": rate("bytes_written"),
+        "lru": rate("bytes_loaded_by_lru"),
         "stall_seconds": stalls / 1e6,
-        "seconds": np.diff(seconds, prepend=seconds[0]),
+        "seconds": _column(reports[0], length, "step_seconds"),
     }
 
 
@@ -74,14 +74,19 @@ def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     places.set_ylabel(f"pages, {name}")
     places.set_title(f"where the pages of {_experts(reports)} experts are", loc="left")
     places.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.2)
-    places.margins(x=0)
+    places.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
 
     moved.bar(steps, series["loaded"] / unit, width=1.0, color=TIER_COLOURS["device"], label="brought to the device")
     moved.bar(steps, -series["written"] / unit, width=1.0, color=TIER_COLOURS["disk"], label="written to disk")
     moved.axhline(0, color="black", linewidth=0.6)
     moved.set_ylabel(f"moved a step, {name}")
+    moved.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     moved.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
-    moved.set_title(f"{int(series['faults'].sum())} page faults in {len(steps)} steps", loc="left")
+    title = f"{int(series['faults'].sum())} page faults in {len(steps)} steps"
+    lru = series["lru"].sum()
+    if lru:
+        title += f"; {100 * series['loaded'].sum() / lru:.0f} % of LRU's page-ins"
+    moved.set_title(title, loc="left")
 
     # The first steps have another length: nothing was known yet. They must not hide the others.
     stalls.plot(steps[1:], series["seconds"][1:], color="#555", linewidth=1.2, label="whole step")
@@ -90,7 +95,7 @@ def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     stalls.set_xlabel("training step")
     stalls.set_ylim(bottom=0)
     share = series["stall_seconds"][1:].sum() / max(series["seconds"][1:].sum(), 1e-9)
-    stalls.set_title(f"{100 * share:.0f} % of the time is spent waiting for pages", loc="left")
+    stalls.set_title(f"{100 * share:.0f} % of the time is spent waiting for pages (first step left out)", loc="left")
     stalls.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
     save(figure, path)
 

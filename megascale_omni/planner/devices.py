@@ -9,8 +9,8 @@ from megascale_omni.config import parse_bytes
 
 @dataclass(frozen=True)
 class Device:
-    """Dense bf16 and fp32 (TF32 where it has it) FLOP/s, memory, bytes/s to host memory (one way), and what of the peak
-    large products reach.
+    """Dense bf16 and fp32 (TF32 where it has it) FLOP/s, memory and its bytes/s, bytes/s to host memory (one way), and
+    what of the peak large products reach. ``experts``: what an expert's products reach of what the others do.
     """
 
     name: str
@@ -18,7 +18,9 @@ class Device:
     fp32_flops: float
     memory_bytes: int
     link_bytes: float
+    memory_bytes_s: float
     efficiency: float = 0.5
+    experts: float = 1.0
 
     def flops(self, *, bf16: bool) -> float:
         """FLOP/s that a plan counts on."""
@@ -30,10 +32,10 @@ LINKS: dict[str, float] = {"pcie4": 32e9, "pcie5": 64e9, "nvlink-c2c": 450e9}
 """Bytes/s one way of sixteen lanes, and of the link of a Grace Hopper."""
 
 DEVICES: dict[str, Device] = {
-    "a100": Device("A100 80GB", 312e12, 156e12, 80 * GIB, LINKS["pcie4"]),
-    "h100": Device("H100 80GB", 989e12, 494e12, 80 * GIB, LINKS["pcie5"]),
-    "h200": Device("H200 141GB", 989e12, 494e12, 141 * GIB, LINKS["pcie5"]),
-    "gh200": Device("GH200 96GB", 989e12, 494e12, 96 * GIB, LINKS["nvlink-c2c"]),
+    "a100": Device("A100 80GB", 312e12, 156e12, 80 * GIB, LINKS["pcie4"], 2.0e12),
+    "h100": Device("H100 80GB", 989e12, 494e12, 80 * GIB, LINKS["pcie5"], 3.35e12),
+    "h200": Device("H200 141GB", 989e12, 494e12, 141 * GIB, LINKS["pcie5"], 4.8e12),
+    "gh200": Device("GH200 96GB", 989e12, 494e12, 96 * GIB, LINKS["nvlink-c2c"], 4.0e12),
 }
 
 

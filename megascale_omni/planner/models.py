@@ -30,6 +30,7 @@ class ModelCard:
     global_batch_size: int
     bf16: bool
     recompute: bool
+    clips: bool = True
 
     @property
     def expert(self) -> ExpertShape:
@@ -131,6 +132,14 @@ def _whole(values: Mapping[str, object], key: str, *, name: str, default: int | 
     return number
 
 
+def _number(values: Mapping[str, object], key: str, *, name: str, default: float) -> float:
+    value = values.get(key, default)
+    try:
+        return float(str(value))
+    except ValueError as error:
+        raise ValueError(f"{name}: {key}={value!r} is not a number") from error
+
+
 def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
     """From settings by Megatron's names. ``dense_parameters`` wins over counting the dense part.
 
@@ -167,6 +176,7 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
         global_batch_size=whole("global_batch_size", whole("micro_batch_size", 1)),
         bf16=bool(values.get("bf16")),
         recompute=values.get("recompute_granularity") == "full",
+        clips=_number(values, "clip_grad", name=name, default=1.0) > 0.0,
     )
     dense = values.get("dense_parameters")
     counted = _dense(values, card, ffn=ffn, name=name) if dense is None else whole("dense_parameters")

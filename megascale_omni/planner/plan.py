@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
+from megascale_omni.planner.prediction import Machine, Prediction, Run, active_share, micro_batches, predict, tiers_of
 from megascale_omni.planner.state import RankState, rank_state
-from megascale_omni.planner.traffic import Traffic, step_traffic
 
 DEVICE_SHARE = 0.9
 """Of the device memory that a plan gives away; the rest is the framework's and for fragments."""
@@ -25,52 +24,6 @@ ADVISED = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 
 SLOWER = 1.05
 """What a smaller budget may cost to be advised: time of a step, relative to the best that fits."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One rank's share of a machine. ``disk_bytes_s`` None: no disk."""
-
-    device: Device
-    device_memory: int
-    host_memory: int
-    disk_bytes_s: float | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """How the model is trained. ``active_share``: of experts with tokens in a micro-batch; None: evenly drawn."""
-
-    page_bytes: int
-    expert_parallel: int = 1
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
-    fp32_gradients: bool = True
-    active_share: float | None = None
-    budget_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A step under a budget. ``io_seconds``: what moves, at the bandwidth of where it lies; stalls: what compute cannot
-    hide.
-    """
-
-    budget_bytes: int
-    compute_seconds: float
-    io_seconds: float
-    loaded_bytes: float
-    written_bytes: float
-
-    @property
-    def step_seconds(self) -> float:
-        """The longer of the two."""
-        return max(self.compute_seconds, self.io_seconds)
-
-    @property
-    def stall_seconds(self) -> float:
-        """What is waited for."""
-        return max(0.0, self.io_seconds - self.compute_seconds)
 
 
 @dataclass(frozen=True)
@@ -97,10 +50,8 @@ class Plan:
         """Plain values."""
         found = asdict(self)
         if self.prediction is not None:
-            found["prediction"] |= {
-                "step_seconds": self.prediction.step_seconds,
-                "stall_seconds": self.prediction.stall_seconds,
-            }
+            names = ("compute_seconds", "io_seconds", "step_seconds", "stall_seconds")
+            found["prediction"] |= {name: getattr(self.prediction, name) for name in names}
         return found
 
 
@@ -121,28 +72,7 @@ def activation_bytes(card: ModelCard, run: Run) -> int:
     layers = -(-card.num_layers // run.pipeline_parallel)
     if card.recompute:
         return layer + layers * tokens * card.hidden_size * size
-    return layer * layers * min(run.pipeline_parallel, _micro_batches(card, run))
-
-
-def _micro_batches(card: ModelCard, run: Run) -> int:
-    return max(1, card.global_batch_size // (card.micro_batch_size * run.data_parallel))
-
-
-def step_flops(card: ModelCard, run: Run) -> float:
-    """Of one rank: six a token and active parameter (eight with recompute), attention's scores included."""
-    tokens = card.global_batch_size * card.seq_length / run.data_parallel
-    experts = card.moe_layers * card.moe_router_topk * card.expert.num_parameters
-    passes = 8 if card.recompute else 6
-    scores = passes * card.num_layers * card.seq_length * card.hidden_size
-    return tokens * (passes * (card.dense_parameters + experts) + scores) / run.pipeline_parallel
-
-
-def active_share(card: ModelCard, run: Run) -> float:
-    """Share of a rank's experts that get tokens in a micro-batch where tokens choose evenly."""
-    if run.active_share is not None:
-        return run.active_share
-    chosen = card.micro_batch_size * card.seq_length * card.moe_router_topk * run.expert_parallel
-    return float(1.0 - (1.0 - 1.0 / card.num_experts) ** chosen)
+    return layer * layers * min(run.pipeline_parallel, micro_batches(card, run))
 
 
 def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
@@ -201,43 +131,9 @@ def break_even_tokens(card: ModelCard, machine: Machine) -> dict[str, float]:
     size = 2 if card.bf16 else 4
     peak = machine.device.bf16_flops if card.bf16 else machine.device.fp32_flops
     found = {"host": size * peak / (2 * machine.device.link_bytes)}
-    if machine.disk_bytes_s is not None:
-        found["disk"] = size * peak / (2 * machine.disk_bytes_s)
+    if machine.disk is not None:
+        found["disk"] = size * peak / (2 * machine.disk.read_bytes_s)
     return found
-
-
-def tiers_of(state: RankState, machine: Machine, *, budget_bytes: int) -> dict[str, int]:
-    """Bytes of all pages by tier: device first, then host, then disk."""
-    device = min(budget_bytes, state.total_bytes)
-    host = min(machine.host_memory, state.total_bytes - device)
-    return {"device": device, "host": host, "disk": state.total_bytes - device - host}
-
-
-def predict(card: ModelCard, machine: Machine, run: Run, state: RankState, *, budget_bytes: int) -> Prediction:
-    """A step's time under a budget: compute and io side by side; reading and writing share a disk, but not a link."""
-    traffic = step_traffic(
-        state,
-        budget_bytes=budget_bytes,
-        micro_batches=_micro_batches(card, run),
-        active_share=active_share(card, run),
-        recompute=card.recompute,
-    )
-    tiers = tiers_of(state, machine, budget_bytes=budget_bytes)
-    away = max(1, tiers["host"] + tiers["disk"])
-    return Prediction(
-        budget_bytes=budget_bytes,
-        compute_seconds=step_flops(card, run) / machine.device.flops(bf16=card.bf16),
-        io_seconds=_io_seconds(traffic, machine, on_disk=tiers["disk"] / away),
-        loaded_bytes=traffic.loaded_bytes,
-        written_bytes=traffic.written_bytes,
-    )
-
-
-def _io_seconds(traffic: Traffic, machine: Machine, *, on_disk: float) -> float:
-    link = max(traffic.loaded_bytes, traffic.written_bytes) / machine.device.link_bytes
-    if not on_disk or machine.disk_bytes_s is None:
-        return link
-    return max(link, on_disk * (traffic.loaded_bytes + traffic.written_bytes) / machine.disk_bytes_s)
 
 
 def _advised(card: ModelCard, machine: Machine, run: Run, state: RankState, room: int) -> int | None:
@@ -267,7 +163,7 @@ def _words(card: ModelCard, machine: Machine, state: RankState, *, room: int, de
     elif room >= state.total_bytes:
         found.append("Everything fits in device memory: paging is not needed. Leave the budget out.")
     short = state.total_bytes - room - machine.host_memory
-    if short > 0 and machine.disk_bytes_s is None:
+    if short > 0 and machine.disk is None:
         found.append(f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks.")
     return found
 

@@ -23,7 +23,7 @@ def router_product() -> Sequence[Edit]:
     return [Bind(f"{_MOE}.moe_utils", "te_general_gemm", None)]
 
 
-def _reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: StockObject = None) -> torch.Tensor:
+def reduce_over_tensor_ranks(input_: torch.Tensor, group: StockObject = None) -> torch.Tensor:
     from megatron.core.tensor_parallel import mappings
 
     group = mappings.get_tensor_model_parallel_group_if_none(group)
@@ -39,7 +39,7 @@ def expert_bias() -> Sequence[Edit]:
     the ones that run without Transformer Engine, come here, and only without expert parallelism.
     """
     name = "reduce_from_tensor_model_parallel_region"
-    return [NewBody("megatron.core.tensor_parallel.mappings", name, _reduce_from_tensor_model_parallel_region)]
+    return [NewBody("megatron.core.tensor_parallel.mappings", name, reduce_over_tensor_ranks)]
 
 
 @patch

@@ -32,7 +32,7 @@ def pipeline_messages() -> Sequence[Edit]:
     return [Reword(module, f"P2PCommunicator.{name}", names=_TO_CPU) for name in names]
 
 
-def _send_aliases(
+def send_aliases(
     original: StockObject,
     *,
     tensor_send_prev: torch.Tensor | None,
@@ -53,7 +53,7 @@ def pipeline_sends() -> Sequence[Edit]:
     On CUDA the streams keep its memory; gloo's sender only holds the tensor whose memory was taken away. It is given an
     alias, which keeps the memory until the send is over.
     """
-    return [Wrap("megatron.core.pipeline_parallel.p2p_communication", "_p2p_ops", _send_aliases)]
+    return [Wrap("megatron.core.pipeline_parallel.p2p_communication", "_p2p_ops", send_aliases)]
 
 
 @patch
@@ -94,7 +94,7 @@ def mixed_precision_types() -> Sequence[Edit]:
     ]
 
 
-def _with_adam_state(original: StockObject, self: StockObject, *args: object, **kwargs: object) -> object:
+def with_adam_state(original: StockObject, self: StockObject, *args: object, **kwargs: object) -> object:
     if not self.is_stub_optimizer and not self.optimizer.state:
         self.init_state_fn(self.optimizer, self.config)
         for state in self.optimizer.state.values():
@@ -102,7 +102,7 @@ def _with_adam_state(original: StockObject, self: StockObject, *args: object, **
     return original(self, *args, **kwargs)
 
 
-def _set_all_but_step(
+def set_all_but_step(
     original: StockObject, self: StockObject, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> None:
     group, place = self.model_param_group_index_map[model_param]
@@ -126,8 +126,8 @@ def distributed_optimizer_checkpoint() -> Sequence[Edit]:
     return [
         Reword(module, f"{name}.load_state_dict", names=_TO_CPU),
         Reword(module, f"{name}.get_parameter_state_dp_zero", names=_TO_CPU),
-        Wrap(module, f"{name}._set_main_param_and_optimizer_states", _set_all_but_step),
-        Wrap(module, f"{name}.sharded_state_dict", _with_adam_state),
+        Wrap(module, f"{name}._set_main_param_and_optimizer_states", set_all_but_step),
+        Wrap(module, f"{name}.sharded_state_dict", with_adam_state),
     ]
 
 

@@ -3,6 +3,7 @@
     python scripts/compare_with_stock.py --preset coarse --json out/coarse.json
     python scripts/compare_with_stock.py --preset fine --ranks 2 -- --moe-token-dispatcher-type allgather
     python scripts/compare_with_stock.py --preset quickstart --budget 25% --limited-steps 5
+    python scripts/compare_with_stock.py --megatron-lm PATH --ranks 2       # Megatron-LM's own pretrain_gpt.py
 
 Each run has processes of its own; they take turns, block after block of steps, so that what else the machine does hits
 both alike. Times are medians. What follows `--` goes to the trainer (see `pretrain_moe.py --help`) in all runs;
@@ -34,6 +35,7 @@ both alike. Times are medians. What follows `--` goes to the trainer (see `pretr
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -46,6 +48,7 @@ from scripts.comparison.runner import Plan, compare, default_threads
 from scripts.measuring.corpus import standard_library_corpus
 from scripts.measuring.files import write_json
 from scripts.measuring.processes import ROOT, WorkersFailed
+from scripts.megatron_lm_runs.running import RunFailed
 
 _BATCH = 8
 """Sequences a step of every preset."""
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, trainer = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     args = _parser().parse_args(own)
     try:
+        if args.megatron_lm is not None:
+            return _compare_scripts(args, trainer)
         with ExitStack() as stack:
             data_path = args.data_path or standard_library_corpus(
                 Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megascale-corpus-")))
@@ -75,9 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WorkersFailed as error:
         print(f"compare_with_stock.py: {error.user_error or error}", file=sys.stderr)
         return 1
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, RunFailed, subprocess.TimeoutExpired) as error:
         print(f"compare_with_stock.py: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _compare_scripts(args: argparse.Namespace, given: Sequence[str]) -> int:
+    from scripts.comparison.megatron_lm import compare_scripts
+
+    flags, own = split_flags([*given, *(["--bf16"] if args.bf16 else [])])
+    content = compare_scripts(args.megatron_lm, ranks=args.ranks, flags=flags, own_flags=own, steps=args.steps)
+    if args.json:
+        write_json(args.json, content)
     return 0
 
 
@@ -107,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--data-path", type=Path, help="a text file or folder (default: the standard library's sources)"
+    )
+    parser.add_argument(
+        "--megatron-lm",
+        type=Path,
+        metavar="PATH",
+        help="run pretrain_gpt.py of this checkout both ways, on a small MoE (--ranks, --steps, --bf16, --json count)",
     )
     parser.add_argument("--validate", action="store_true", help="compare the validation loss at the end, too")
     parser.add_argument("--json", type=Path, metavar="FILE")

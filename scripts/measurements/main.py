@@ -2,6 +2,7 @@
 
     python scripts/measure.py house --json out/house.json
     python scripts/measure.py house --row H4 --row H6-coarse
+    python scripts/measure.py megatron-lm --megatron-lm CHECKOUT
 
 Standard output is `{"topic", "environment", "rows": [{"id", "what", "value", "unit", "at_least" | "at_most", "aim",
 "met", "seconds"}]}`, progress goes to standard error. Of rows that share a measurement the first has its seconds. A row
@@ -25,12 +26,13 @@ from scripts.measuring.environment import measured_environment
 from scripts.measuring.files import finite, write_json
 
 _NOT_TOPICS = {"main", "rows"}
+_TWO_WORDS = {"megatron-lm": "megatron_lm"}
 
 
 def topics() -> list[str]:
-    """Modules of this package that define `ROWS`, by name."""
+    """Modules of this package that define `ROWS`, by name; a dash where the module's name has an underscore."""
     names = [module.name for module in pkgutil.iter_modules(scripts.measurements.__path__)]
-    return [name for name in names if name not in _NOT_TOPICS and not name.startswith("_") and "_" not in name]
+    return [name for name in names if name not in _NOT_TOPICS and "_" not in name] + [*_TWO_WORDS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--row", action="append", default=[], metavar="ID", help="only this row, or those below it")
     parser.add_argument("--list", action="store_true", help="list the rows and end")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
+    parser.add_argument("--megatron-lm", type=Path, metavar="PATH", help="a checkout of Megatron-LM, for its topic")
     args = parser.parse_args(argv)
-    all_rows: tuple[Row, ...] = importlib.import_module(f"scripts.measurements.{args.topic}").ROWS
+    module = _TWO_WORDS.get(args.topic, args.topic)
+    all_rows: tuple[Row, ...] = importlib.import_module(f"scripts.measurements.{module}").ROWS
     try:
         rows = select(all_rows, args.row)
     except ValueError as error:
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     environment = measured_environment()
     with tempfile.TemporaryDirectory(prefix="megascale-corpus-") as folder:
-        found = measure(rows, Context(standard_library_corpus(Path(folder))))
+        found = measure(rows, Context(standard_library_corpus(Path(folder)), checkout=args.megatron_lm))
     content = {
         "topic": args.topic,
         "environment": environment,

@@ -1,4 +1,6 @@
-"""Expert memory run like an operating system's: page-ins against MIN and LRU, an arena that shrinks, random work."""
+"""Expert memory run like an operating system's: page-ins against MIN and LRU, what deciding costs, how near to the
+planner's word trainings come, an arena that shrinks, random work.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,9 @@ from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.replay import Moved, PolicyName, replay
 from megascale_omni.paging.trace import Trace, read_trace
+from scripts.measurements.manager_few import TASK as FEW
+from scripts.measurements.manager_few import measure as measure_few
+from scripts.measurements.manager_plans import CONFIGURATIONS, Beside, compare
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
 from scripts.measurements.rows import Context, Row
 from scripts.measuring.processes import ROOT
@@ -191,8 +196,74 @@ def _random_operations(context: Context) -> float:
     return float(done)
 
 
+# -- costs, and the planner's word -------------------------------------------------------------------------------------
+
+COSTS = (("quickstart", 25), ("fine", 50))
+"""Configurations whose decisions are timed: few large experts, and many small ones."""
+
+
+def _cost(context: Context, *, preset: str, percent: int) -> float:
+    return compare(context, preset, percent).cost.share
+
+
+def _off(context: Context, *, preset: str, percent: int, what: str) -> float:
+    beside: Beside = compare(context, preset, percent)
+    return float(getattr(beside, what))
+
+
+def _plan_rows() -> list[Row]:
+    kinds = (
+        ("bytes", "bytes_off", "planned bytes by tier and plane, the worst one, off by (of all pages)", 0.02, 0.0),
+        ("moved", "moved_off", "planned bytes that a step moves, off by", 0.02, 0.0),
+        ("time", "time_off", "planned seconds of a step, off by", 0.25, 0.10),
+    )
+    return [
+        Row(
+            id=f"M6-{kind}-{preset}-{percent}",
+            what=f"{preset}, budget {percent} %: {what}",
+            unit="x",
+            kind="at_most",
+            bound=bound,
+            aim=aim,
+            measure=partial(_off, preset=preset, percent=percent, what=name),
+        )
+        for preset, percent in CONFIGURATIONS
+        for kind, name, what, bound, aim in kinds
+    ]
+
+
 ROWS: tuple[Row, ...] = (
     *_replay_rows(),
+    *(
+        Row(
+            id=f"M3-{preset}",
+            what=f"{preset}, budget {percent} %: of a step in heat map and policies, by the clock",
+            unit="of a step",
+            kind="at_most",
+            bound=0.01,
+            aim=0.003,
+            measure=partial(_cost, preset=preset, percent=percent),
+        )
+        for preset, percent in COSTS
+    ),
+    Row(
+        id="M4",
+        what=f"{FEW.active} of {FEW.experts} experts hit a step, budget 25 %: speed against the planner's bound",
+        unit="of the bound",
+        kind="at_least",
+        bound=0.9,
+        aim=0.97,
+        measure=lambda context: measure_few(FEW.active).share,
+    ),
+    Row(
+        id="M4-full",
+        what="all experts hit a step, the same (reported: no bound is set)",
+        unit="of the bound",
+        kind="at_least",
+        bound=0.0,
+        measure=lambda context: measure_few(FEW.experts).share,
+    ),
+    *_plan_rows(),
     Row(
         id="M5-memory",
         what="an arena shrunk by half: what the process gives back / that half",

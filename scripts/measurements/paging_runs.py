@@ -63,7 +63,7 @@ class BudgetRuns:
         flags = [*self._flags, "--megascale"]
         if budget is not None:
             flags += ["--megascale-device-budget", budget, "--megascale-disk-path", folder]
-            flags += ["--megascale-prefetch", "off"] if io == "no prefetch" else []
+            flags += ["--megascale-prefetch", "none"] if io == "no prefetch" else []
         with _pauses(self._rank) if io == "delayed" else mock.patch.dict({}):
             with Trainer(parse_args(flags, world_size=self._world)) as trainer:
                 numbers: list[float | None] = []

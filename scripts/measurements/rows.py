@@ -26,7 +26,21 @@ class Context:
 
     data_path: Path
     """Text to train on."""
+    checkout: Path | None = None
+    """Of Megatron-LM, where one was given."""
     _made: dict[Hashable, object] = field(default_factory=dict)
+
+    def megatron_lm(self) -> Path:
+        """The checkout of Megatron-LM.
+
+        Raises:
+            ValueError: none was given, or it is none.
+        """
+        if self.checkout is None:
+            raise ValueError("this needs a checkout of Megatron-LM: add --megatron-lm PATH")
+        from scripts.megatron_lm_runs.running import checkout
+
+        return checkout(self.checkout)
 
     def once(self, key: Hashable, measure: Callable[[], Result]) -> Result:
         """The result of a measurement that several rows read, made when the first one asks; its failure, likewise."""

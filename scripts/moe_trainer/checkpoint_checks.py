@@ -96,7 +96,8 @@ def check_shape(
         raise UsageError(f"the checkpoint {path} was saved with --no-save-optim: load it with --no-load-optim")
     if elastic:
         return
-    layouts = ["expert_model_parallel_size"]
+    # Paged experts have no layout of their own.
+    layouts = [] if getattr(args, "megascale", False) else ["expert_model_parallel_size"]
     if args.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False):
         layouts += ["pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
     for name in layouts:

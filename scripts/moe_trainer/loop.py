@@ -38,7 +38,9 @@ def train(args: argparse.Namespace) -> None:
         try:
             reason = _iterate(trainer, metrics)
         except BaseException as error:
-            metrics.write(event="end", reason=f"{type(error).__name__}: {error}", peak_rss_bytes=peak_resident_bytes())
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            counters = paging.counters(trainer.model)
+            metrics.write(event="end", reason=reason, peak_rss_bytes=peak_resident_bytes(), paging=counters)
             raise
         metrics.write(
             event="end",

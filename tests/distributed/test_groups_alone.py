@@ -122,7 +122,7 @@ def dispatch_often(rank: int, world: int, *, steps: int) -> tuple[int, int, int,
 
 
 def test_no_communicator_is_made_and_no_file_stays_open(pools):
-    for groups, files, entries, right in pools[2].run(dispatch_often, steps=300, timeout_seconds=60.0):
+    for groups, files, entries, right in pools[2].run(dispatch_often, steps=150, timeout_seconds=60.0):
         assert (groups, files) == (0, 0)
         assert 0 < entries <= 2
         assert right

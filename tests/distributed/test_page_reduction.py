@@ -67,8 +67,10 @@ def reduce_counted(rank: int, world: int, *, distributed: bool, wire: str) -> An
     return found, sent, pages, shards.owned(ours.layer.experts)
 
 
-@pytest.mark.parametrize(("world", "distributed"), [(2, False), (2, True), (4, False), (4, True)])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "distributed", "wire"),
+    [(2, True, "fp32"), (4, False, "fp32"), (4, True, "fp32"), (2, False, "bf16"), (4, True, "bf16")],
+)
 def test_only_ranks_that_touched_a_page_send_it(pools, world, distributed, wire):
     answers = pools[world].run(reduce_counted, distributed=distributed, wire=wire)
     width = 4 if wire == "fp32" else 2

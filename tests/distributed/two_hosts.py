@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 HOSTS = ("near", "far")
-LINK_MBIT = 400
+LINK_MBIT = 800
 _TIMEOUT_SECONDS = 90.0
 
 

@@ -221,10 +221,10 @@ def test_an_unknown_preset_is_refused_by_name(tmp_path):
 
 
 def test_flags_of_megascale_are_not_given_to_stock():
-    given = ["--lr", "1", "--megascale-page-size", "1MiB", "--bf16", "--megascale-prefetch", "off"]
+    given = ["--lr", "1", "--megascale-page-size", "1MiB", "--bf16", "--megascale-prefetch", "none"]
     assert command.split_flags(given) == (
         ["--lr", "1", "--bf16"],
-        ["--megascale-page-size", "1MiB", "--megascale-prefetch", "off"],
+        ["--megascale-page-size", "1MiB", "--megascale-prefetch", "none"],
     )
 
 

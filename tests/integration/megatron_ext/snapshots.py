@@ -97,7 +97,9 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 def stored_common(path: str | Path) -> dict[str, Any]:
     """What a checkpoint holds beside tensors and objects of ranks, flat, without the arguments."""
     from megatron.core import dist_checkpointing
+    from megatron.core.safe_globals import register_safe_globals
 
+    register_safe_globals()
     common = dist_checkpointing.load_common_state_dict(str(path))
     args = common.pop("args")
     flat = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in _flat(common).items()}

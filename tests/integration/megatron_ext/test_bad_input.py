@@ -21,6 +21,12 @@ MISTAKES: dict[str, str] = {
     "--megascale-page-size 1GiB": r"paging\.page_size_bytes=1GiB is outside",
     "--megascale-config /no/such/file.yaml": r"/no/such/file\.yaml cannot be read",
     "--megascale-pagesize 1MiB": r"unknown flag --megascale-pagesize; did you mean --megascale-page-size\?",
+    "--megascale-trace /no/such/folder/t": r"observe\.trace=/no/such/folder/t cannot be written: there is no folder",
+    "--megascale-trace /tmp": r"observe\.trace=/tmp is a folder; name a file in it",
+    "--megascale-report /dev/null/r": r"observe\.report=/dev/null/r cannot be made: /dev/null is a file",
+    "--megascale-frozen reroute --moe-router-load-balancing-type sinkhorn": (
+        r"--megascale-frozen reroute does not go with --moe-router-load-balancing-type sinkhorn"
+    ),
     "--check-for-large-grads": r"--check-for-large-grads \(check_for_large_grads=True\) is not supported",
     "--num-experts 5": r"--num-experts 5 cannot be divided by --expert-model-parallel-size 2",
     "--moe-layer-freq [0]*2": r"needs a mixture-of-experts model: no layer of this one has experts",

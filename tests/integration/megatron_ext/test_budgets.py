@@ -76,7 +76,7 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
         for name, more in {
             "smallest": f"{paging} --megascale-device-budget {percent:.2f}%",
             "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 20% "
-            "--megascale-prefetch off --megascale-max-lag 0",
+            "--megascale-prefetch none --megascale-max-lag 0",
         }.items():
             generator = random.Random(f"{name} {rank}")
             read, write = Mover.read, Mover.write

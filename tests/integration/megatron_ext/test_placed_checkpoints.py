@@ -31,14 +31,14 @@ def placements(tmp_path_factory) -> dict[str, str]:
     """Flags by name: two placements, each with other experts together in each of the two layers."""
     folder = tmp_path_factory.mktemp("placements")
     slots = {"one": [((0, 3), (1, 2)), ((2, 1), (3, 0))], "other": [((1, 0), (2, 3)), ((0, 2), (1, 3))]}
-    found = {"none": GROUPS}
+    found = {}
     for name, (first, second) in slots.items():
         Placement({"1": first, "2": second}).write(folder / f"{name}.json")
         found[name] = f"{GROUPS} --megascale-placement {folder / f'{name}.json'}"
     return found
 
 
-@pytest.mark.parametrize("second", ["other", "none", "ep1"])
+@pytest.mark.parametrize("second", ["other", "ep1"])
 def test_a_placed_run_is_resumed_under_another_placement_or_none(pools, corpus, tmp_path, placements, second):
     first = (4, f"{EXPERT_PARALLEL} {placements['one']}")
     then = (1, "") if second == "ep1" else (2, f"{EXPERT_PARALLEL} {placements[second]}")
@@ -47,7 +47,6 @@ def test_a_placed_run_is_resumed_under_another_placement_or_none(pools, corpus, 
 
 def test_pages_that_wait_for_demand_are_saved_and_loaded_as_they_are(pools, corpus, tmp_path):
     moved(pools, corpus, tmp_path, (2, ON_DEMAND), (1, ""), f"{SPARSE} {PAGED}")
-    moved(pools, corpus, tmp_path / "back", (1, ""), (2, ON_DEMAND), f"{SPARSE} {PAGED}")
     moved(pools, corpus, tmp_path / "bf16", (2, ON_DEMAND), (2, ON_DEMAND), f"--bf16 {SPARSE} {PAGED}")
 
 

@@ -147,7 +147,9 @@ class TestRefusal:
     def test_what_does_not_fit(self, pools: Pools, corpus: str, checkpoint: str, flags: str, message: str) -> None:
         assert message in self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {checkpoint} {flags}")
 
-    def test_optimizer_state_of_another_expert_parallel_size(self, pools: Pools, corpus: str, checkpoint: str) -> None:
+    def test_optimizer_state_of_another_expert_parallel_size_without_megascale(
+        self, pools: Pools, corpus: str, checkpoint: str
+    ) -> None:
         message = self.said(pools, corpus, f"--load {checkpoint}", world=1)
         assert "expert_model_parallel_size=2, here it is 1" in message
         assert "--no-load-optim" in message

@@ -38,6 +38,11 @@ def test_without_an_enabled_section_nothing_is_asked_for() -> None:
         ({"megascale": {"enabled": True, "expert_parallel_size": 0}}, "expert_parallel_size=0 must be"),
         ({"megascale": {"enabled": True, "device_budget": "25%"}}, 'give paging.disk_path ("disk_path")'),
         ({"megascale": {"enabled": False, "zzz": 1}}, "unknown key megascale.zzz; known: "),
+        ({"megascale": {"enabled": True, "frozen": "reroute"}}, '"frozen": "reroute" is not supported with DeepSpeed'),
+        (
+            {"megascale": {"enabled": True, "paging": {"prefetch": "early-router"}}},
+            '"prefetch": "early-router" is not supported with DeepSpeed; leave it out',
+        ),
     ],
 )
 def test_mistakes_are_named(config: dict[str, object], message: str) -> None:

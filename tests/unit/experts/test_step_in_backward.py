@@ -113,11 +113,10 @@ def test_used_gradients_are_never_written_to_disk(tmp_path):
 
 
 def test_a_backward_more_than_announced_is_refused():
-    for task in (OPEN, replace(OPEN, clip=0.5)):
-        with half_a_step(task) as (model, generator):
-            losses = [model.forward(generator) for _ in range(3)]
-            with pytest.raises(RuntimeError, match=r"announced with 2.*step-in-backward off"):
-                torch.stack(losses).sum().backward()
+    with half_a_step(replace(OPEN, clip=0.5)) as (model, generator):
+        losses = [model.forward(generator) for _ in range(3)]
+        with pytest.raises(RuntimeError, match=r"announced with 2.*step-in-backward off"):
+            torch.stack(losses).sum().backward()
 
 
 def test_gradients_dropped_after_they_were_used_are_refused():
@@ -177,3 +176,73 @@ def test_where_the_number_of_backwards_is_unknown_pages_wait():
             model.forward(torch.Generator().manual_seed(1)).backward()
         assert present(model)
         assert not model.gradients.done
+
+
+def test_a_run_that_is_resumed_steps_in_the_backward_at_once():
+    with model_of() as model:
+        model.adam.set_num_steps(7)
+        model.manager.schedule.begin_step(8)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(OPEN.micro_batches):
+            model.forward(generator).backward()
+        assert model.gradients.stepped
+        model.gradients.finish(scale=0.5)
+        model.adam.step()
+        assert model.adam.num_steps == 8
+
+
+def test_weights_read_between_backward_and_step_are_refused():
+    with half_a_step() as (model, generator):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match=r"read between backward and optimizer step.*backward off"),
+        ):
+            model.forward(generator)
+        with pytest.raises(RuntimeError, match="read between backward and optimizer step"):
+            model.modules[-1].state_dict()
+        model.adam.step()
+        assert torch.isfinite(model.forward(generator))
+
+
+def use(model: Model) -> list[float]:
+    """A norm, a step, the norm of the gradients that it clipped, and another step by them."""
+    model.manager.schedule.begin_step(1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(model.task.micro_batches):
+        model.forward(generator).backward()
+    model.gradients.finish(scale=1.0 / model.task.micro_batches)
+    norms = []
+    for _ in range(2):
+        norms.append(model.gradients.squares(model.adam.shards) ** 0.5)
+        model.adam.step(clip_coefficient=0.5 / norms[0])
+    return norms
+
+
+def test_gradients_used_twice_are_measured_again_or_refused(tmp_path):
+    task = replace(OPEN, clip=0.5)
+    with model_of(task) as model:
+        _, second = use(model)
+        assert second == pytest.approx(0.5, rel=1e-5)
+    with model_of(task, smallest(task, tmp_path)) as model, pytest.raises(RuntimeError, match=r"used .* and are gone"):
+        use(model)
+    with half_a_step() as (model, generator):
+        model.gradients.finish(scale=0.5)
+        model.adam.step()
+        for again in (
+            model.adam.step,
+            lambda: model.gradients.zeros(model.adam.shards),
+            model.forward(generator).backward,
+        ):
+            with pytest.raises(RuntimeError, match=r"used .* and are gone"):
+                again()
+        model.gradients.drop()
+        model.forward(generator).backward()
+
+
+def test_without_it_gradients_of_several_passes_add_up():
+    with model_of(replace(OPEN, in_backward=False)) as model:
+        model.manager.schedule.begin_step(1)
+        for _ in range(2):
+            model.forward(torch.Generator().manual_seed(1)).backward()
+            model.gradients.finish(scale=1.0)
+        model.adam.step()

@@ -2,7 +2,9 @@
 
 import json
 import logging
-from dataclasses import dataclass
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from matplotlib import image
 
 from megascale_omni import cli
 from megascale_omni.config import HeatConfig, ObserveConfig
+from megascale_omni.heat.agreement import Alone, Exchange, spared
 from megascale_omni.heat.heatmap import COMPUTE, MEMORY
 from megascale_omni.heat.keeper import HeatKeeper
-from megascale_omni.heat.observation import Observation, draw_report
+from megascale_omni.heat.observation import Observation, check_paths, draw_report
 from megascale_omni.heat.report import read_report
 from megascale_omni.heat.states import Heat, Snapshot, classify, scores, to_freeze, to_probe
 from megascale_omni.paging.budget import Budget
@@ -223,6 +226,115 @@ def test_experts_that_are_cold_for_long_raise_an_alarm_once(tmp_path, caplog):
     assert not kept.keeper.long_cold
 
 
+# -- ranks that decide together ----------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Two ranks on threads: each has half of a layer's experts, or both have all of them."""
+
+    def __init__(self, *, replicas: bool) -> None:
+        self.replicas = replicas
+        self._barrier = threading.Barrier(2, timeout=20)
+        self._counts: dict[int, np.ndarray] = {}
+
+    def exchange(self, rank: int) -> Exchange:
+        meeting = self
+
+        class OfRank:
+            num_experts = 6 if meeting.replicas else 12
+            first = 0 if meeting.replicas else 6 * rank
+
+            def total(self, counts: np.ndarray) -> np.ndarray:
+                meeting._counts[rank] = counts
+                meeting._barrier.wait()
+                both = [meeting._counts[0], meeting._counts[1]]
+                meeting._barrier.wait()
+                if not meeting.replicas:
+                    return np.concatenate(both, axis=1)
+                return np.concatenate([(both[0] + both[1])[..., :2], np.maximum(both[0], both[1])[..., 2:]], axis=-1)
+
+        return OfRank()
+
+
+def together(folder, tokens: list[list[list[int]]], *, replicas: bool, config: HeatConfig = QUICK) -> list[Kept]:
+    """Two keepers that went through steps (``tokens[rank][step]``: active experts) and agreed after each."""
+    meeting, kept = Meeting(replicas=replicas), []
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+        kept.append(Kept(folder / str(rank), config))
+        kept[rank].keeper.agree(meeting.exchange(rank), awake=2)
+
+    def live(rank: int) -> None:
+        for active in tokens[rank]:
+            kept[rank].step(active)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(live, range(2)))
+    for one in kept:
+        one.settle()
+    return kept
+
+
+@pytest.mark.parametrize("frozen", ["wake", "reroute"])
+def test_replicas_freeze_what_none_of_them_needs(tmp_path, frozen):
+    config = replace(QUICK, frozen=frozen)
+    kept = together(tmp_path, [[[0, 1, 2]] * 9, [[0, 1, 3]] * 9], replicas=True, config=config)
+    assert kept[0].states == kept[1].states
+    assert [kept[0].states[e] for e in range(6)].count(F) == 2
+    assert kept[0].states[4] is kept[0].states[5] is F
+    assert kept[0].states[3] is not F, "the other one needs it"
+    for one in kept:
+        assert [one.pages.tier(e) for e in (3, 4, 5)] == ["active", "evicted", "evicted"]
+        one.pages.check()
+        out = one.keeper.frozen(0)
+        assert (out is None) if frozen == "wake" else (out.tolist() == [False] * 4 + [True] * 2)  # type: ignore[union-attr]
+
+
+def test_owners_know_the_states_of_all_experts_and_freeze_their_own(tmp_path):
+    kept = together(
+        tmp_path, [[[0, 1, 2, 3, 4, 5]] * 9, [[0, 1]] * 9], replicas=False, config=replace(QUICK, frozen="reroute")
+    )
+    out = [False] * 8 + [True] * 4
+    assert [one.keeper.frozen(0).tolist() for one in kept] == [out, out]  # type: ignore[union-attr]
+    assert kept[0].states.count(F) == 0
+    assert [kept[1].states[e] is F for e in range(6)] == out[6:]
+    assert kept[0].keeper.counts["frozen"] == 0
+    assert kept[1].keeper.counts["frozen"] == 4
+
+
+def test_routers_keep_as_many_experts_as_a_token_needs(tmp_path):
+    config = replace(QUICK, frozen="reroute")
+    kept = together(tmp_path, [[[0]] * 9, [[0]] * 9], replicas=True, config=config)
+    assert kept[0].states.count(F) == 4
+    assert spared(np.array([0, 2, 2, 1]), np.array([1, 2, 3]), np.array([0, 0.5, 0.1, 0.2]), awake=1).tolist() == [2, 3]
+    assert not len(spared(np.array([0, 2]), np.array([1]), np.array([0.0, 0.0]), awake=1))
+
+
+def test_where_ranks_agree_an_expert_that_is_probed_wakes_however_long_it_takes(tmp_path):
+    """What a clock says differs from rank to rank."""
+    config = replace(QUICK, frozen="reroute", probe_seconds=0.0)
+    pages = Kept(tmp_path, config)
+    pages.keeper.agree(Alone(6), awake=1)
+    for _ in range(8):
+        pages.step({0: 100})
+    assert pages.states.count(F) == 5
+    assert pages.keeper.frozen(0).sum() == 5  # type: ignore[union-attr]
+    woken = 0
+    for _ in range(6):
+        pages.step({0: 100, 1: 90, 2: 90, 3: 90, 4: 90})
+        woken += pages.keeper.counts["probed"]
+    assert woken > 0
+    assert pages.keeper.counts["woken"] >= pages.keeper.counts["probed"]
+
+
+def test_nobody_is_left_out_before_ranks_have_agreed_how_many_a_token_needs(tmp_path):
+    kept = Kept(tmp_path, replace(QUICK, frozen="reroute"))
+    for _ in range(8):
+        kept.step([0, 1])
+    assert F not in kept.states
+    assert kept.keeper.frozen(0) is None
+
+
 def test_heat_and_freezing_change_no_bit_of_a_training_under_a_budget(tmp_path):
     task = Task(steps=8, modules=2, experts=8, active=2)
     found = Trained()
@@ -334,3 +446,46 @@ def test_what_is_no_report_or_too_short_a_one_is_refused(tmp_path, capsys):
     assert cli.main(["heat", str(tmp_path)]) == 1
     assert cli.main(["residency", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("the run ended before") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trace": "none/t"}, r"observe\.trace=.*none/t cannot be written: there is no folder .*none; make it"),
+        ({"trace": "."}, r"observe\.trace=.* is a folder; name a file in it \(--megascale-trace\)"),
+        ({"trace": "file/t"}, r"there is no folder .*file"),
+        ({"report": "file"}, r"observe\.report=.*file cannot be made: .*file is a file; give another folder"),
+        ({"report": "file/deeper/r"}, r"cannot be made: .*file is a file"),
+        ({"report": "taken"}, r"heat\.png in it is a folder; remove it"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_training(tmp_path, options, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "heat.png").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    observe = ObserveConfig(**{key: str(tmp_path / value) for key, value in options.items()})
+    pages = Pages(tmp_path, slots=6)
+    with pytest.raises(ValueError, match=message):
+        Observation(pages.manager, heat=HeatConfig(), observe=observe)
+    assert not pages.manager.observers
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was made"
+
+
+def test_a_folder_without_permission_is_said_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("megascale_omni.heat.observation.os.access", lambda path, mode: False)
+    for observe in (ObserveConfig(trace=str(tmp_path / "t")), ObserveConfig(report=str(tmp_path / "new" / "r"))):
+        with pytest.raises(ValueError, match=rf"cannot be written: no permission to write in {tmp_path}"):
+            check_paths(observe)
+
+
+def test_a_picture_that_cannot_be_drawn_at_the_end_is_told_in_the_log(tmp_path, caplog):
+    kept = Kept(tmp_path)
+    observation = Observation(kept.pages.manager, heat=QUICK, observe=ObserveConfig(report=str(tmp_path / "r")))
+    for _ in range(4):
+        kept.step([0, 1])
+    (tmp_path / "r" / "heat.png").mkdir()
+    with caplog.at_level(logging.ERROR):
+        observation.close()
+    (record,) = caplog.records
+    assert "heat.png cannot be written" in record.message
+    assert "draw it again: megascale heat" in record.message

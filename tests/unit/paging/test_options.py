@@ -43,7 +43,7 @@ def test_budgets(value, budget):
         ({"max_lag_steps": -1}, r"paging\.max_lag_steps=-1 must be a whole number of steps, 0 or more"),
         ({"max_lag_steps": 2.5}, r"paging\.max_lag_steps=2\.5 must be a whole number"),
         ({"max_lag_steps": True}, r"paging\.max_lag_steps=True must be a whole number"),
-        ({"prefetch": "on"}, r"paging\.prefetch='on' must be true or false"),
+        ({"prefetch": "on"}, r"paging\.prefetch='on' is unknown; choose one of none, history, early-router"),
     ],
 )
 def test_what_cannot_be_is_refused_by_key_and_value(options, message):
@@ -62,7 +62,7 @@ def test_without_a_device_budget_all_pages_stay():
 
 
 def test_options_are_passed_on(tmp_path):
-    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch=False)
+    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch="none")
     assert paging_options(config, CPU) == PagingOptions(
         device_budget=Budget(fraction=0.25),
         host_budget=Budget(nbytes=0),

@@ -104,10 +104,25 @@ def test_an_expert_that_is_seldom_needed_is_expected_later():
         experts.see(B, mask())
     experts.end_step()
     coming = [(time, Visit(F, 0, PLANES[F])) for time in range(10, 300, 10)]
-    use = expected_use(experts, WEIGHT, coming, length=10)
+    use = expected_use(experts, WEIGHT, coming, length=10, now=0, horizon=40)
     assert use[0] < 11
     assert use[0] < use[1] < use[2]
     assert 20 < use[1] < 80
+
+
+def test_a_use_that_is_certain_is_expected_when_it_happens_whatever_the_horizon():
+    experts = Experts.of(2)
+    coming = [(700, Visit(F, 0, PLANES[F]))]
+    for horizon in (4.0, 40.0, 4000.0):
+        assert expected_use(experts, WEIGHT, coming, length=10, now=3, horizon=horizon).tolist() == [700, 700]
+
+
+def test_of_two_pages_expected_at_the_same_time_on_average_the_one_that_may_be_used_soon_stays():
+    experts = Experts.of(2)
+    experts.frequency[:] = (0.5, 1.0)
+    coming = [(time, Visit(phase, 0, PLANES[phase])) for time, phase in ((1, F), (2, S), (3, S))]
+    soon = expected_use(experts, WEIGHT, [coming[0]], length=4, now=0, horizon=2.0)[0]
+    assert 1 < soon < (1 + 5) / 2 + 2, "half of it at 1, half of it a step later"
 
 
 def test_what_a_router_foresees_counts_more_than_the_past():

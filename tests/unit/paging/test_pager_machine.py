@@ -66,7 +66,7 @@ class PagerMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**16),
         fraction=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
-        host=st.sampled_from([0, 3, 100]),
+        host=st.sampled_from([0, 3, 12, 100]),
         prefetch=st.booleans(),
     )
     def start(self, seed: int, fraction: float, host: int, prefetch: bool) -> None:
@@ -302,6 +302,15 @@ class PagerMachine(RuleBasedStateMachine):
             self.manager.arena.set_limit(slot_class, max(slots, len(held)))
             self.manager.pager.evict_down(slot_class)
             assert self.manager.arena.used(slot_class) <= max(slots, len(held))
+
+    @rule(slots=st.integers(0, 12))
+    def change_host_limits(self, slots: int) -> None:
+        """Pages beyond the limit sink to disk."""
+        host = self.manager.pager.tiers.host
+        for slot_class in host.slot_classes():
+            host.set_limit(slot_class, slots)
+            self.manager.pager.host.shrink(slot_class)
+            assert host.used(slot_class) <= slots
 
     @rule()
     def compact(self) -> None:

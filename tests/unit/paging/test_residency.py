@@ -12,13 +12,17 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Row:
-    """Pages as (id, next use, dirty, last use); how many must go; what is needed before that stays."""
+    """Pages as (id, next use, dirty, last use); how many must go; what is needed before that stays; pages that LRU
+    would have, and how many of them may go.
+    """
 
     why: str
     pages: tuple[tuple[int, float, bool, int], ...]
     victims: tuple[int, ...]
     count: int = 1
     before: float = -INF
+    shadowed: tuple[int, ...] = ()
+    allowance: int = 0
 
 
 ROWS = [
@@ -34,6 +38,23 @@ ROWS = [
     Row("what is needed at the same time stays too", ((1, 3.5, False, 0),), (), before=3.5),
     Row("whatever is needed sooner, if a page is waited for", ((1, 0.0, True, 9),), (1,)),
     Row("never used again goes first", ((1, 8.0, False, 0), (2, float(1 << 40), True, 9)), (2,)),
+    Row("not one that LRU would have", ((1, 5.0, False, 0), (2, 9.0, False, 0)), (1,), shadowed=(2,)),
+    Row(
+        "but as many of these as are allowed",
+        ((1, 1.0, False, 0), (2, 9.0, False, 0), (3, 8.0, False, 0)),
+        (2, 1),
+        count=3,
+        shadowed=(2, 3),
+        allowance=1,
+    ),
+    Row(
+        "what LRU would let go, if a page is waited for and nobody may leave",
+        ((1, 5.0, False, 3), (2, 9.0, False, 4)),
+        (1,),
+        shadowed=(1, 2),
+    ),
+    Row("nobody, if none is waited for", ((1, 5.0, False, 3),), (), shadowed=(1,), before=2.0),
+    Row("an overdrawn allowance is none", ((1, 5.0, False, 3),), (), shadowed=(1,), before=2.0, allowance=-3),
 ]
 
 
@@ -41,5 +62,12 @@ ROWS = [
 def test_victims(row: Row):
     columns = [np.array(column) for column in zip(*row.pages, strict=True)] if row.pages else [np.array([])] * 4
     ids, next_use, dirty, last_use = columns
-    candidates = Candidates(ids.astype(int), next_use.astype(float), dirty.astype(bool), last_use.astype(int))
+    candidates = Candidates(
+        ids.astype(int),
+        next_use.astype(float),
+        dirty.astype(bool),
+        last_use.astype(int),
+        shadowed=np.isin(ids, row.shadowed),
+        allowance=row.allowance,
+    )
     assert choose_victims(candidates, count=row.count, needed_before=row.before) == list(row.victims)

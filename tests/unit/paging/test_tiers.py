@@ -150,6 +150,24 @@ def test_trimming_returns_the_segments_that_the_limit_does_not_need():
         assert a.tensor(LARGE, slot).equal(torch.full((MIB,), float(slot)))
 
 
+def test_free_slots_beyond_the_limit_give_their_memory_back_and_can_be_taken_again():
+    a = arena()
+    slots = [a.allocate(SMALL) for _ in range(6)]
+    for slot in slots:
+        a.tensor(SMALL, slot).fill_(1.0)
+    for slot in slots[2:]:
+        a.free(SMALL, slot)
+    a.set_limit(SMALL, 3)
+    assert a.trim(SMALL) == 0, "all lie in one segment"
+    whole = [bool(a.tensor(SMALL, slot).all()) for slot in slots]
+    assert whole == [True, True, True, False, False, False], "the system gave zeros where it took memory"
+    assert [a.allocate(SMALL) for _ in range(1)] == [slots[2]]
+    a.set_limit(SMALL, None)
+    again = a.allocate(SMALL)
+    a.tensor(SMALL, again).fill_(2.0)
+    assert a.tensor(SMALL, again).equal(torch.full_like(a.tensor(SMALL, again), 2.0))
+
+
 def test_without_a_limit_or_with_free_slots_within_it_nothing_is_trimmed():
     a = arena(meta=True)
     a.reserve(LARGE, 6)

@@ -8,16 +8,23 @@ import pytest
 import torch
 
 from megascale_omni import cli
-from megascale_omni.paging.layout import MIB
+from megascale_omni.paging.budget import Budget as PageBudget
+from megascale_omni.paging.layout import KIB, MIB
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.needs import class_needs
-from megascale_omni.planner import bandwidth
+from megascale_omni.paging.recorder import Recorder
+from megascale_omni.paging.replay import replay
+from megascale_omni.paging.trace import read_trace
+from megascale_omni.planner.bandwidth import Disk, measure_disk
 from megascale_omni.planner.devices import DEVICES, GIB
 from megascale_omni.planner.devices import bandwidth as bytes_a_second
 from megascale_omni.planner.models import ModelCard, model_card, read_model
-from megascale_omni.planner.plan import Machine, Run, break_even_tokens, make_plan
+from megascale_omni.planner.plan import break_even_tokens, make_plan
+from megascale_omni.planner.prediction import Machine, Run, work_of
+from megascale_omni.planner.probe import measure_here, paging_efficiency
 from megascale_omni.planner.state import rank_state
-from megascale_omni.planner.traffic import step_traffic
+from megascale_omni.planner.traffic import Traffic, Work, step_traffic, traced_traffic
+from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SMALL = {
@@ -39,7 +46,7 @@ def card(**changes: object) -> ModelCard:
 
 
 def machine(memory: int = 80 * GIB, host: int = 0, disk: float | None = 1e9, device: str = "h100") -> Machine:
-    return Machine(DEVICES[device], memory, host, disk)
+    return Machine(DEVICES[device], memory, host, None if disk is None else Disk.of(disk))
 
 
 # -- cards -------------------------------------------------------------------------------------------------------------
@@ -121,16 +128,15 @@ def test_tiers_take_everything_and_no_more_than_they_have():
 # -- traffic -----------------------------------------------------------------------------------------------------------
 
 
+STATE = rank_state(card(), page_bytes=MIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True)
+
+
+def moves(share: float, work: Work) -> Traffic:
+    return step_traffic(STATE, work, budget_bytes=int(share * STATE.total_bytes))
+
+
 def traffic(share: float, *, micro_batches: int = 1, active: float = 1.0) -> float:
-    state = rank_state(card(), page_bytes=MIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True)
-    found = step_traffic(
-        state,
-        budget_bytes=int(share * state.total_bytes),
-        micro_batches=micro_batches,
-        active_share=active,
-        recompute=False,
-    )
-    return found.loaded_bytes / state.total_bytes
+    return moves(share, Work(micro_batches, active)).all.loaded_bytes / STATE.total_bytes
 
 
 def test_traffic_grows_as_the_budget_shrinks_and_with_micro_batches():
@@ -147,7 +153,92 @@ def test_traffic_of_a_there_and_back_sweep_is_what_does_not_fit():
     assert 0.5 <= traffic(0.5) <= 0.8
 
 
+def test_moments_come_in_the_optimizer_or_with_it_in_the_last_backward():
+    after = moves(0.25, Work(1, 1.0))
+    assert after.step.loaded_bytes > 0.4 * STATE.total_bytes > after.passes.loaded_bytes
+    within = moves(0.25, Work(1, 1.0, gradient_sweep=False, step_in_backward=True))
+    assert within.step.loaded_bytes == 0
+    assert 0 < within.all.loaded_bytes < after.all.loaded_bytes, "gradients never leave before they are applied"
+
+
+# -- of a recorded run -------------------------------------------------------------------------------------------------
+
+
+RECORDED = Task(steps=4, modules=2, experts=8, active=3, hidden=64, ffn=64, rows=64, bias=False, evaluate=False)
+LIKE_IT = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-experts 8 --moe-ffn-hidden-size 64 --swiglu "
+    "--disable-bias-linear --moe-router-topk 1 --seq-length 24"
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "run.trace"
+    with batches_of(RECORDED):
+        model = Model(RECORDED, ALL)
+        recorder = Recorder(model.manager, path)
+        for number in range(1, RECORDED.steps + 1):
+            model.step(number, Trained())
+        recorder.close()
+    return path
+
+
+def test_a_trace_tells_what_a_step_moves(recorded):
+    trace = read_trace(recorded)
+    state = rank_state(
+        read_model(LIKE_IT), page_bytes=64 * KIB, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True
+    )
+    budget = state.total_bytes // 4
+    found = traced_traffic(trace, state, budget_bytes=budget)
+    whole = replay(trace, policy="min", budget=PageBudget(nbytes=budget))
+    assert found.all.loaded_bytes == pytest.approx(whole.bytes_in / RECORDED.steps)
+    assert found.all.written_bytes == pytest.approx(whole.written_bytes / RECORDED.steps)
+    assert 0 < found.passes.loaded_bytes < found.all.loaded_bytes
+    assert traced_traffic(trace, state, budget_bytes=state.total_bytes).all.loaded_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ("--num-experts 8", "--num-experts 16"),
+        ("--num-layers 2", "--num-layers 3"),
+        ("--hidden-size 64", "--hidden-size 32"),
+    ],
+)
+def test_a_trace_of_another_model_is_refused(recorded, capsys, change, flags):
+    given = ["plan", f"--from={LIKE_IT.replace(change, flags)}", "--trace", str(recorded), "--page-size", "64KiB"]
+    assert cli.main([*given, "--device-memory", "1GiB", "--budget", "50%"]) == 1
+    assert "the trace is of another model: 2 modules of 8 experts of 1 pages of" in capsys.readouterr().err
+    given[1] = f"--from={LIKE_IT}"
+    assert cli.main([*given, "--device-memory", "1GiB", "--budget", "50%"]) == 0
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_the_longer_of_computing_and_moving_in_each_of_its_parts():
+    plan = make_plan(card(), machine(disk=1e8), Run(page_bytes=MIB, budget_bytes=100 * MIB))
+    found = plan.prediction
+    assert found is not None
+    assert found.step_seconds == max(found.passes.compute_seconds, found.passes.io_seconds) + max(
+        found.optimizer.compute_seconds, found.optimizer.io_seconds
+    )
+    assert found.stall_seconds == pytest.approx(found.step_seconds - found.compute_seconds)
+    assert {"step_seconds", "io_seconds", "passes"} <= plan.as_json()["prediction"].keys()  # type: ignore[attr-defined]
+    assert work_of(card(), Run(page_bytes=MIB, active_share=0.5)).active_share == 0.5
+
+
+def test_where_nothing_is_clipped_and_nobody_else_adds_pages_are_stepped_in_the_last_backward():
+    run = Run(page_bytes=MIB)
+    assert [work_of(card(), run).step_in_backward, work_of(card(), run).gradient_sweep] == [False, False]
+    assert work_of(card(clip_grad=0.0), run).step_in_backward
+    apart = work_of(card(clip_grad=0.0), replace(run, data_parallel=2))
+    assert [apart.step_in_backward, apart.gradient_sweep] == [False, True]
+    plan = make_plan(card(clip_grad=0.0), machine(disk=1e8), replace(run, budget_bytes=100 * MIB))
+    assert plan.prediction is not None
+    assert plan.prediction.optimizer.seconds == 0, "one part"
+    with pytest.raises(ValueError, match="small: clip_grad='much' is not a number"):
+        card(clip_grad="much")
 
 
 def test_break_even_is_flops_by_bytes():
@@ -199,9 +290,42 @@ def test_rates():
             bytes_a_second(bad, key="--link")
 
 
-def test_a_disk_is_measured_and_nothing_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(bandwidth, "REQUEST_BYTES", MIB)
-    assert bandwidth.measure_disk(tmp_path, nbytes=8 * MIB) > 1e5
+def test_a_disk_is_measured_and_nothing_is_left_behind(tmp_path):
+    found = measure_disk(tmp_path, nbytes=8 * MIB, request_bytes=MIB)
+    assert min(found.read_bytes_s, found.write_bytes_s, found.mixed_bytes_s) > 1e5
+    assert not list(tmp_path.iterdir())
+
+
+def test_reading_and_writing_side_by_side_take_what_the_mixed_rate_says():
+    disk = Disk(read_bytes_s=1.0, write_bytes_s=4.0, mixed_bytes_s=2.0)
+    assert disk.seconds(3, 0) == 3
+    assert disk.seconds(0, 4) == 1
+    assert disk.seconds(3, 3) == 3
+    assert disk.seconds(5, 3) == 3 + 2
+    assert disk.seconds(3, 7) == 3 + 1
+    assert replace(disk, efficiency=0.5).seconds(3, 7) == 8
+
+
+def test_this_machine_is_measured_with_the_models_own_sizes(tmp_path, capsys):
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-experts 8 --moe-ffn-hidden-size 128 --swiglu "
+        "--disable-bias-linear --moe-router-topk 2 --seq-length 32 --micro-batch-size 2"
+    )
+    given = ["plan", f"--from={flags}", "--device", "here", "--page-size", "64KiB", "--budget", "50%", "--json"]
+    assert cli.main([*given, "--disk-bandwidth", "auto", "--disk-path", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)["prediction"]
+    assert 0 < found["passes"]["compute_seconds"] < 10
+    assert 0 < found["optimizer"]["io_seconds"] < 10
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    card_ = read_model(f"{flags} --bf16")
+    with batches_of(RECORDED):
+        device = measure_here(card_, page_bytes=64 * KIB)
+        slow, fast = (
+            paging_efficiency(card_, Disk.of(rate), here=device, page_bytes=64 * KIB, folder=tmp_path)
+            for rate in (1e6, 1e15)
+        )
+    assert slow == 1.0, "this disk is faster than that"
+    assert fast == 1.0, "computing takes longer than such a disk"
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,156 @@
+"""The host arena between device and disk: who stays in it, and who goes on to the disk before room is needed.
+
+[Note: host tier]
+A page that leaves the device goes to host memory where it is sooner needed than one that is there; that one *sinks* to
+disk. A page is in one tier only: one that is loaded gives its host slot back. Sinking a clean page costs nothing and
+makes room at once. A dirty one is written from its host slot, and stays where it is while that lasts; so a few slots
+are kept free by writing behind, those first that are needed last [Note: pace]. Where there is no room all the same, the
+page that leaves goes to disk itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from megascale_omni.paging.flights import Flight, FlightKind, Tiers
+from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.pace import Pace
+from megascale_omni.paging.table import PageTable
+from megascale_omni.paging.tiers import ABSENT, HOST, TierKind
+
+
+class HostTier:
+    """Decides about the host arena's slots.
+
+    ``flights`` are the pager's, ``finish`` waits for one of them, ``keep`` are pages that are being brought together.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        tiers: Tiers,
+        outlook: Outlook,
+        *,
+        flights: dict[int, Flight],
+        counts: Counter[str],
+        pace: Pace,
+        finish: Callable[[int], None],
+        keep: Callable[[], frozenset[int]],
+    ) -> None:
+        self._table, self._tiers, self._outlook = table, tiers, outlook
+        self._flights, self._counts, self._pace, self._finish, self._keep = flights, counts, pace, finish, keep
+
+    def admit(self, page_id: int) -> int | None:
+        """A slot for a page that leaves the device; None: it should go on to disk."""
+        slot_class, arena = self._table.slot_class(page_id), self._tiers.host
+        if not arena.limit(slot_class):
+            return None
+        if not arena.has_room(slot_class):
+            for other in self._farthest(slot_class, count=1).tolist():
+                if not self._table.dirty[other] and self._later(other, page_id):
+                    self._sunk(other)
+        slot = arena.allocate(slot_class) if arena.has_room(slot_class) else None
+        self._write_behind(slot_class)
+        return slot
+
+    def _later(self, page_id: int, than: int) -> bool:
+        """Whether a page is needed later than another; of equals, the one used longer ago is."""
+        one, other = self._outlook.next_use(np.array([page_id, than])).tolist()
+        return bool(one > other or (one == other and self._table.last_use[page_id] < self._table.last_use[than]))
+
+    def _farthest(self, slot_class: SlotClass, *, count: int) -> np.ndarray:
+        """Pages in the host arena that are not on their way, the one needed last first."""
+        table = self._table
+        ids = np.nonzero((table.tier == HOST) & (table.class_index == table.index_of(slot_class)))[0]
+        busy = self._flights.keys() | self._keep()
+        if busy:
+            ids = ids[~np.isin(ids, np.fromiter(busy, dtype=np.int64, count=len(busy)))]
+        order = np.lexsort((table.last_use[ids], table.dirty[ids], -self._outlook.next_use(ids)))
+        found: np.ndarray = ids[order[:count]]
+        return found
+
+    def _write_behind(self, slot_class: SlotClass) -> None:
+        arena = self._tiers.host
+        limit = arena.limit(slot_class) or 0
+        free = limit - arena.used(slot_class) + self._soon_free(slot_class)
+        short = self._pace.behind(limit) - free
+        if short <= 0 or self._holds_all(slot_class):
+            return
+        for page_id in self._farthest(slot_class, count=short).tolist():
+            self._sink(page_id)
+
+    def _holds_all(self, slot_class: SlotClass) -> bool:
+        """Whether both arenas have room for all pages that there are now: nothing ever needs the disk."""
+        table = self._table
+        pages = np.count_nonzero((table.tier != ABSENT) & (table.class_index == table.index_of(slot_class)))
+        room = (self._tiers.device.limit(slot_class) or 0) + (self._tiers.host.limit(slot_class) or 0)
+        return int(pages) <= room
+
+    def _soon_free(self, slot_class: SlotClass) -> int:
+        """Slots of pages that are on their way out of host memory, to disk or to the device."""
+        table = self._table
+        return sum(
+            flight.kind is not FlightKind.LEAVING
+            and bool(table.tier[page_id] == HOST)
+            and table.slot_class(page_id) == slot_class
+            for page_id, flight in self._flights.items()
+        )
+
+    def _sink(self, page_id: int) -> None:
+        """Lets a page go on to disk: at once where its bytes are there, else by a write."""
+        if not self._table.dirty[page_id]:
+            self._sunk(page_id)
+            return
+        slot_class, slot = self._table.slot_class(page_id), int(self._table.slot[page_id])
+        held, offset = self._tiers.host.tensor(slot_class, slot), int(self._table.disk_offset[page_id])
+        disk, mover = self._tiers.disk, self._tiers.mover
+        assert disk is not None
+        assert mover is not None
+
+        def write() -> None:
+            disk.write(offset, held, name=lambda: self._table.numbering.describe(page_id))
+
+        self._flights[page_id] = Flight(FlightKind.SINKING, mover.write(self._pace.writing(write)), -1, TierKind.DISK)
+        self._counts["bytes_written"] += slot_class.nbytes
+
+    def landed(self, page_id: int, *, stay: bool) -> None:
+        """A page's write from host memory has ended; where it is wanted it stays, clean."""
+        self._table.dirty[page_id] = False
+        if not stay:
+            self._sunk(page_id)
+
+    def _sunk(self, page_id: int) -> None:
+        slot_class, slot = self._table.slot_class(page_id), int(self._table.slot[page_id])
+        self._table.move(page_id, tier=TierKind.DISK, slot=-1)
+        self._tiers.host.free(slot_class, slot)
+        self._counts["pages_sunk"] += 1
+
+    def shrink(self, slot_class: SlotClass) -> int:
+        """Brings the arena down to its limit: pages sink, those needed last first, the others move together.
+
+        Returns the bytes that went back to the system. Waits for what is written.
+        """
+        arena, table = self._tiers.host, self._table
+        limit = arena.limit(slot_class)
+        while limit is not None and arena.used(slot_class) > limit:
+            excess = arena.used(slot_class) - limit
+            for page_id in self._farthest(slot_class, count=excess).tolist():
+                self._sink(page_id)
+            for page_id in [p for p in self._flights if table.slot_class(p) == slot_class]:
+                self._finish(page_id)
+                if table.tier[page_id] == HOST and arena.used(slot_class) > limit:
+                    self._sink(page_id)  # what waiting has left there, clean
+        ids = np.nonzero((table.tier == HOST) & (table.class_index == table.index_of(slot_class)))[0]
+        owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
+        taken = {flight.slot for flight in self._flights.values() if flight.target is TierKind.HOST}
+        still = taken | {slot for slot, page_id in owners.items() if page_id in self._flights}
+        for source, target in arena.moves_to_compact(slot_class, still):
+            arena.take(slot_class, target)
+            arena.tensor(slot_class, target).copy_(arena.tensor(slot_class, source))
+            arena.free(slot_class, source)
+            table.slot[owners[source]] = target
+        return arena.trim(slot_class)

@@ -1,0 +1,88 @@
+"""The ``--megascale*`` flags in Megatron-LM's own parser."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_ext import support
+from megatron_ext.arguments import add_megascale_args, config_from_args
+from megatron_ext.megatron_lm.hooks import MisuseError, users_mistakes, wrap
+
+PREFIX = "--megascale"
+
+
+def known_flags() -> tuple[str, ...]:
+    """All flags of MegaScale."""
+    parser = add_megascale_args(argparse.ArgumentParser(add_help=False))
+    return tuple(sorted(flag for action in parser._actions for flag in action.option_strings))
+
+
+def check_spelling(argv: Sequence[str]) -> None:
+    """Refuses a flag that begins as ours do and is none, with the one that was probably meant.
+
+    Raises:
+        MisuseError: names the flag.
+    """
+    known = known_flags()
+    for word in argv:
+        flag = word.partition("=")[0]
+        near = flag.startswith((PREFIX, "--mega-scale", "--megascal"))
+        if not near or flag in known:
+            continue
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+        meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+        raise MisuseError(f"{flag} is no flag of MegaScale{meant}")
+
+
+def wants(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for MegaScale."""
+    return PREFIX in argv
+
+
+def hook(module: ModuleType) -> None:
+    """Adds the flags to ``megatron.training.arguments``' parser and checks them with the others."""
+    wrap(module, "add_megatron_arguments", _add, takes=("parser",))
+    wrap(module, "validate_args", _validate, takes=("args",))
+
+
+def hook_yaml(module: ModuleType) -> None:
+    """``--yaml-cfg`` replaces all flags, and ours with them, by a file that Megatron-LM reads itself."""
+    wrap(module, "load_yaml", _load_yaml)
+
+
+def _add(original: Callable[..., Any], parser: argparse.ArgumentParser, **kwargs: Any) -> Any:  # noqa: ANN401
+    check_spelling(sys.argv[1:])
+    return add_megascale_args(original(parser, **kwargs))
+
+
+def _load_yaml(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    if wants(sys.argv[1:]):
+        raise MisuseError("--yaml-cfg is not supported with --megascale, which it would drop: give flags instead")
+    return original(*args, **kwargs)
+
+
+def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    with users_mistakes():
+        config = config_from_args(args)
+        if config is not None:
+            _check_experts(args, needs_experts=not config.clip.skips_nonfinite)
+    if not torch.cuda.is_available() and getattr(args, "distributed_backend", None) == "nccl":
+        raise MisuseError("--distributed-backend nccl needs an accelerator: add --distributed-backend gloo")
+    result = original(args, *rest, **kwargs)
+    if config is not None:
+        with users_mistakes():
+            support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
+    return result
+
+
+def _check_experts(args: argparse.Namespace, *, needs_experts: bool) -> None:
+    """Before stock's own checks, which speak of other things first."""
+    if needs_experts and not getattr(args, "num_experts", None):
+        raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")

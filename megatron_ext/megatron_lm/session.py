@@ -1,0 +1,146 @@
+"""One run of a Megatron-LM script with ``--megascale``: enabled before its model is built, told about every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megascale_omni.config import MegaScaleConfig
+from megascale_omni.experts.module import PagedExperts
+from megascale_omni.paging.manager import ExpertManager
+from megatron_ext import patches
+from megatron_ext.arguments import config_from_args, enable_from_args
+from megatron_ext.megatron_lm.hooks import argument, wrap
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoints import PagedCheckpoints
+    from megatron_ext.optimizer import MegaScaleChainedOptimizer
+
+
+@dataclass
+class Session:
+    """What a run is made of; the one of this process is ``current``."""
+
+    config: MegaScaleConfig
+    model: Sequence[torch.nn.Module] = ()
+    _checkpoints: dict[str, PagedCheckpoints] = field(default_factory=dict)
+
+    def checkpoints(
+        self, folder: str, optimizer: MegaScaleChainedOptimizer, *, remember: bool = True
+    ) -> PagedCheckpoints:
+        """Checkpoints of the paged format in ``folder``; one that is only loaded from is not to be remembered."""
+        from megatron_ext.checkpoints import PagedCheckpoints
+        from megatron_ext.distributed import MegaScaleDDP
+
+        found = self._checkpoints.get(folder)
+        if found is None:
+            chunks = [chunk for chunk in self.model if isinstance(chunk, MegaScaleDDP)]
+            found = PagedCheckpoints(folder, chunks=chunks, optimizer=optimizer, config=self.config.checkpoint)
+            if remember:
+                self._checkpoints[folder] = found
+        return found
+
+    def poll(self) -> None:
+        """Between steps: a save beside training that is over counts from now on."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.poll()
+
+    def finish(self) -> None:
+        """At the end: waits for the save under way, and ends traces and pictures."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.finish()
+            checkpoints.close()
+        self._checkpoints.clear()
+        patches.disable()
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged under ``megascale/``: counters since the start, of this rank."""
+        from megatron_ext.dispatcher import GroupsTokenDispatcher
+
+        total: Counter[str] = Counter()
+        for manager in _managers(self.model):
+            total.update({f"pages/{name}": count for name, count in manager.stats().items()})
+        modules = [module for chunk in self.model for module in chunk.modules()]
+        for module in modules:
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if isinstance(dispatcher, GroupsTokenDispatcher):
+                total.update({f"groups/{name}": value for name, value in dispatcher.metrics().items()})
+        total["experts/modules"] = sum(isinstance(module, PagedExperts) for module in modules)
+        return {f"megascale/{name}": float(value) for name, value in sorted(total.items())}
+
+
+_sessions: list[Session] = []
+
+
+def current() -> Session | None:
+    """This process's session; None where the script was started without ``--megascale``, or has no model yet."""
+    return _sessions[-1] if _sessions else None
+
+
+def _managers(model: Sequence[torch.nn.Module]) -> list[ExpertManager]:
+    modules = (module for chunk in model for module in chunk.modules() if isinstance(module, PagedExperts))
+    return list(dict.fromkeys(module.manager for module in modules))
+
+
+def hook(module: ModuleType) -> None:
+    """Hooks ``megatron.training.training``: where the model is built, a step is logged, and training ends."""
+    wrap(module, "pretrain", _pretrain)
+    wrap(module, "setup_model_and_optimizer", _set_up)
+    wrap(module, "training_log", _log, takes=("iteration",))
+
+
+def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    from megatron.training import get_args
+
+    options = get_args()
+    config = config_from_args(options)
+    if config is None:
+        return original(*args, **kwargs)
+    enable_from_args(options)
+    session = Session(config)
+    _sessions.append(session)
+    result = original(*args, **kwargs)
+    session.model = result[0]
+    return result
+
+
+def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    try:
+        result = original(*args, **kwargs)
+    except SystemExit:  # how stock ends at --exit-interval and the like
+        _finish()
+        raise
+    _finish()
+    return result
+
+
+def _finish() -> None:
+    session = current()
+    if session is not None:
+        session.finish()
+
+
+def _log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    result = original(*args, **kwargs)
+    session = current()
+    if session is not None:
+        session.poll()
+        iteration = int(argument(original, "iteration", args, kwargs))
+        _write_metrics(session, iteration)
+    return result
+
+
+def _write_metrics(session: Session, iteration: int) -> None:
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    writer = get_tensorboard_writer()
+    if writer is None or iteration % get_args().tensorboard_log_interval:
+        return
+    for name, value in session.metrics().items():
+        writer.add_scalar(name, value, iteration)

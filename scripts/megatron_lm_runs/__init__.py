@@ -1,0 +1,1 @@
+"""Runs of Megatron-LM's own scripts, with and without `--megascale`."""

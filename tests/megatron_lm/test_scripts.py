@@ -1,0 +1,79 @@
+"""`pretrain_gpt.py` as Megatron-LM ships it: equal losses, clear errors, checkpoints that go round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.megatron_lm_runs.combinations import BASE, BUDGET, COMBINATIONS, EP2, Combination
+from scripts.megatron_lm_runs.comparing import compare
+from scripts.megatron_lm_runs.matrix import FORMS, hand_on
+from scripts.megatron_lm_runs.running import run
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.name)
+def test_losses_are_those_of_stock(megatron_lm: Path, combination: Combination) -> None:
+    compared = compare(megatron_lm, combination)
+    assert len(compared.megascale.losses) == 20
+    assert compared.stock.losses[-1] < compared.stock.losses[0], "it learns"
+    # A bf16 product has 8 bits: where sums are ordered otherwise, losses differ by more than rounding of the loss.
+    assert compared.loss_difference <= (1e-4 if "--bf16" in combination.flags else 1e-5)
+    if combination.megascale == BUDGET:
+        assert compared.megascale.scalars["megascale/pages/pages_loaded"][-1] > 0, "pages were away"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_goes_round_without_a_changed_bit(megatron_lm: Path, tmp_path: Path, form: str) -> None:
+    changed = hand_on(megatron_lm, tmp_path, form=form)
+    assert changed == dict.fromkeys(changed, 0)
+    assert len(changed) == 6
+
+
+def test_without_the_flag_the_launcher_changes_nothing(megatron_lm: Path) -> None:
+    script = megatron_lm / "pretrain_gpt.py"
+    alone, launched = (run(script, BASE, ranks=1, launcher=by) for by in ("none", "megatron_ext"))  # type: ignore[arg-type]
+    assert alone.status == launched.status == 0
+    assert alone.losses
+    for tag in ("lm loss", "grad-norm", "load_balancing_loss"):
+        assert list(alone.scalars[tag]) == list(launched.scalars[tag]), tag
+    assert not [tag for tag in launched.scalars if tag.startswith("megascale")]
+
+
+def test_flags_are_in_the_argument_dump_and_metrics_in_tensorboard(megatron_lm: Path) -> None:
+    flags = [*BASE, *EP2, "--train-iters", "2", "--megascale", "--megascale-dispatcher", "groups"]
+    done = run(megatron_lm / "pretrain_gpt.py", flags, ranks=2)
+    assert done.status == 0, done.error
+    assert "megascale_dispatcher ............................ groups" in done.output
+    assert done.scalars["megascale/experts/modules"] == [4.0, 4.0]
+    assert done.scalars["megascale/groups/group_cache_hits"][-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--megascale", "--moe-grouped-gemm"), "--moe-grouped-gemm"),
+        (("--megascale", "--megascale-device-budgt", "50%"), "did you mean --megascale-device-budget"),
+        (("--megascale", "--use-distributed-optimizer", "--save", "x"), "--dist-ckpt-optim-fully-reshardable"),
+        (("--megascale", "--fp16"), "use --bf16"),
+        (("--megascale", "--moe-latent-size", "32"), "latent experts are not paged"),
+    ],
+    ids=["grouped gemm", "misspelt", "layout", "fp16", "latent"],
+)
+def test_what_is_refused_ends_all_ranks(megatron_lm: Path, flags: tuple[str, ...], said: str) -> None:
+    done = run(megatron_lm / "pretrain_gpt.py", [*BASE, *EP2, *flags], ranks=2, tensorboard=False, timeout_seconds=240)
+    assert done.status != 0
+    assert said in done.output
+
+
+def test_a_dense_model_is_refused(megatron_lm: Path) -> None:
+    words = list(BASE)
+    start = words.index("--num-experts")
+    dense = words[:start] + words[start + 2 :]
+    done = run(
+        megatron_lm / "pretrain_gpt.py", [*dense, "--megascale"], ranks=2, tensorboard=False, timeout_seconds=240
+    )
+    assert done.status != 0
+    assert done.output.count("--megascale needs a mixture-of-experts model") == 1

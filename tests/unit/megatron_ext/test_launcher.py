@@ -1,0 +1,259 @@
+"""``python -m megatron_ext SCRIPT``: what it runs, and what it says to mistakes, each once and on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
+
+from megatron_ext.megatron_lm.arguments import check_spelling, known_flags
+from megatron_ext.megatron_lm.hooks import MisuseError
+from megatron_ext.megatron_lm.install import HOOKS
+from megatron_ext.megatron_lm.launcher import check_script
+from tests.unit.megatron_ext.toy_checkout import FILES, toy_module, write_checkout
+
+ROOT = Path(__file__).resolve().parents[3]
+MOE = ("--num-experts", "4")
+
+
+def launch(*words: object, rank: int = 0, module: bool = True) -> tuple[int, str]:
+    """Runs it, or a script alone; the status, and what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *(["-m", "megatron_ext"] if module else []), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+    status, output = launch(write_checkout(tmp_path), *MOE)
+    assert status == 0, output
+    assert "stock validates ['megascale']" in output, "the flag is there, and off"
+    assert "enabled False" in output
+    assert "stock logs 3" in output
+    assert "stock saves" in output
+
+
+def test_the_first_line_of_a_script_is_as_good_and_the_model_is_built_with_megascale(tmp_path: Path) -> None:
+    script = write_checkout(tmp_path)
+    script.write_text("import megatron_ext\n" + script.read_text())
+    status, output = launch(script, *MOE, "--megascale", module=False)
+    assert status == 0, output
+    assert "enabled True" in output
+    assert "stock saves" in output
+    assert "at the end False" in output, "what was changed is undone when training is over"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_is_told_once_and_ends_every_rank(tmp_path: Path, rank: int) -> None:
+    status, output = launch(write_checkout(tmp_path), "--megascale", rank=rank)
+    assert status == 2, output
+    said = "megatron_ext: error: --megascale needs a mixture-of-experts model: give --num-experts, or leave"
+    assert output.startswith(said) if rank == 0 else output == "", "the other ranks leave the word to the first"
+
+
+def test_any_other_error_has_a_traceback_that_begins_in_the_script(tmp_path: Path) -> None:
+    script = write_checkout(tmp_path, pretrain_toy="import megatron.training\nraise KeyError('of the script')\n")
+    status, output = launch(script, rank=1)
+    assert status == 1
+    assert "KeyError: 'of the script'" in output
+    assert "launcher.py" not in output
+
+
+def test_a_script_that_builds_no_model_is_not_called_a_success(tmp_path: Path) -> None:
+    status, output = launch(write_checkout(tmp_path, pretrain_toy="import megatron.training\n"), "--megascale")
+    assert status == 2
+    assert "--megascale had no effect" in output
+
+
+def test_importing_the_plug_in_too_late_is_an_error(tmp_path: Path) -> None:
+    script = write_checkout(tmp_path, pretrain_toy="import megatron.training\nimport megatron_ext\n")
+    status, output = launch(script, module=False)
+    assert status == 1
+    assert "megatron_ext must be imported before Megatron-LM" in output
+
+
+def test_a_script_outside_of_a_checkout(tmp_path: Path) -> None:
+    script = written(tmp_path, "from megatron.training import pretrain\n")
+    status, output = launch(script, "--megascale")
+    assert status == 2
+    assert "Megatron-LM is not importable: there is no megatron/training beside" in output
+    assert "Traceback" not in output
+
+
+# -- hooks
+
+
+def hooked(module: ModuleType) -> ModuleType:
+    """As it is after its import."""
+    for hook in HOOKS[module.__name__]:
+        hook(module)
+    return module
+
+
+def test_every_hook_fits_the_functions_it_is_made_for() -> None:
+    for name in HOOKS:
+        hooked(toy_module(name))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("training", "setup_model_and_optimizer"),
+        ("training", "training_log"),
+        ("training", "calc_params_l2_norm"),
+        ("training", "pretrain"),
+        ("checkpointing", "save_checkpoint"),
+        ("checkpointing", "load_checkpoint"),
+        ("arguments", "validate_args"),
+        ("arguments", "add_megatron_arguments"),
+        ("yaml_arguments", "load_yaml"),
+    ],
+)
+def test_a_missing_hook_is_named(module: str, name: str) -> None:
+    full = f"megatron.training.{module}"
+    changed = toy_module(full)
+    delattr(changed, name)
+    with pytest.raises(RuntimeError, match=re.escape(f"{full} has no '{name}', which MegaScale hooks into")):
+        hooked(changed)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "other"),
+    [
+        ("training", "training_log", lambda losses, step: None),
+        ("checkpointing", "load_checkpoint", lambda ddp_model, optimizer: None),
+        ("arguments", "validate_args", lambda options: None),
+    ],
+)
+def test_a_hook_with_other_parameters_is_named(module: str, name: str, other: Callable[..., None]) -> None:
+    full = f"megatron.training.{module}"
+    changed = toy_module(full)
+    setattr(changed, name, other)
+    with pytest.raises(RuntimeError, match=re.escape(f"{full} has {name}(")):
+        hooked(changed)
+
+
+# -- flags
+
+
+@pytest.fixture
+def arguments() -> ModuleType:
+    return hooked(toy_module("megatron.training.arguments"))
+
+
+def validated(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
+    """What a command line comes to."""
+    monkeypatch.setattr(sys, "argv", ["pretrain_toy.py", *words])
+    found: argparse.Namespace = arguments.validate_args(arguments.parse_args())
+    return found
+
+
+def test_flags_stand_among_stocks(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = validated(arguments, monkeypatch, *MOE, "--megascale", "--megascale-page-size", "1MiB")
+    assert found.megascale
+    assert found.megascale_page_size == "1MiB"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--megascale",), "--megascale needs a mixture-of-experts model"),
+        ((*MOE, "--megascale", "--megascale-page-sise", "1MiB"), "did you mean --megascale-page-size?"),
+        ((*MOE, "--megascal"), "--megascal is no flag of MegaScale; did you mean --megascale?"),
+        ((*MOE, "--megascale-page-size", "1MiB"), "has no effect without --megascale"),
+        ((*MOE, "--megascale", "--megascale-page-size", "1GiB"), "64"),
+        ((*MOE, "--megascale", "--save", "x", "--ckpt-format", "torch"), "--ckpt-format torch_dist"),
+    ],
+    ids=["dense", "misspelt", "misspelt switch", "without megascale", "bad value", "format"],
+)
+def test_mistakes(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(MisuseError, match=re.escape(said)):
+        validated(arguments, monkeypatch, *flags)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_nccl_without_an_accelerator(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    flags = (*MOE, "--distributed-backend", "nccl")
+    if cuda:
+        validated(arguments, monkeypatch, *flags)
+        return
+    with pytest.raises(MisuseError, match="add --distributed-backend gloo"):
+        validated(arguments, monkeypatch, *flags)
+
+
+@pytest.mark.parametrize("megascale", [False, True])
+def test_a_file_of_arguments_would_drop_ours(monkeypatch: pytest.MonkeyPatch, megascale: bool) -> None:
+    module = hooked(toy_module("megatron.training.yaml_arguments"))
+    monkeypatch.setattr(sys, "argv", ["script", "--yaml-cfg", "x", *["--megascale"] * megascale])
+    expected = pytest.raises(MisuseError, match="--yaml-cfg") if megascale else pytest.raises(SystemExit)
+    with expected:
+        module.load_yaml("x")
+
+
+# -- the script's name
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: [], "no script is named"),
+        (lambda folder: ["--megascale"], "no script is named"),
+        (lambda folder: [str(folder / "pretrain_gtp.py")], "pretrain_gtp.py does not exist"),
+        (lambda folder: [str(folder)], "is a folder"),
+        (lambda folder: [written(folder, "not ( python")], "is no Python script"),
+        (lambda folder: [written(folder, "import torch, megatronic\n")], "is no script of Megatron-LM"),
+        (lambda folder: [written(folder, "from . import megatron\n")], "is no script of Megatron-LM"),
+    ],
+)
+def test_scripts_that_are_none(tmp_path: Path, make: Callable[[Path], list[str]], said: str) -> None:
+    with pytest.raises(MisuseError, match=said):
+        check_script(make(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["import megatron.training", "from megatron.core import mpu", "if 1:\n import megatron"]
+)
+def test_scripts_that_are_some(tmp_path: Path, text: str) -> None:
+    assert check_script([written(tmp_path, text)]) == tmp_path / "script.py"
+
+
+# -- spelling
+
+
+def test_all_flags_are_known() -> None:
+    assert "--megascale" in known_flags()
+    check_spelling([f"{flag}=x" for flag in known_flags()])
+    check_spelling(["--num-experts", "4", "megascale", "--mega", "--save", "--megascale"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--megascale-dispatchr", "--megascale-dispatcher"),
+        ("--megascale-device-buget=50%", "--megascale-device-budget"),
+        ("--megascale_page_size", "--megascale-page-size"),
+        ("--mega-scale", "--megascale"),
+    ],
+)
+def test_what_was_meant(flag: str, meant: str) -> None:
+    with pytest.raises(MisuseError, match=f"did you mean {meant}"):
+        check_spelling(["--num-layers", "2", flag])
+
+
+def test_the_toy_has_what_is_hooked() -> None:
+    assert {f"megatron/training/{name.rpartition('.')[2]}.py" for name in HOOKS} <= FILES.keys()
