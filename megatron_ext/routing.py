@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megascale_omni.config import DistributedConfig
 from megascale_omni.heat.keeper import HeatKeeper
 from megascale_omni.paging.foresight import Foresight
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing the plug-in must not import stock before its hooks are in place
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from megatron_ext.layer import MegaScaleMoELayer
 
 _NOT_REROUTED = {

@@ -81,6 +81,12 @@ def test_importing_the_plug_in_too_late_is_an_error(tmp_path: Path) -> None:
     assert "megatron_ext must be imported before Megatron-LM" in output
 
 
+def test_importing_the_plug_in_imports_nothing_of_stock() -> None:
+    code = "import megatron_ext, sys; print([m for m in sys.modules if m.startswith('megatron.')])"
+    status, output = launch("-c", code, module=False)
+    assert (status, output.strip()) == (0, "[]"), "else Megatron-LM's scripts would run on another megatron.core"
+
+
 def test_a_script_outside_of_a_checkout(tmp_path: Path) -> None:
     script = written(tmp_path, "from megatron.training import pretrain\n")
     status, output = launch(script, "--megascale")
