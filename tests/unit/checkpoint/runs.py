@@ -14,6 +14,7 @@ from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState
 from megascale_omni.checkpoint.dense import TensorPiece, flat_pieces, whole_piece
 from megascale_omni.checkpoint.pages import ExpertsPiece
 from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import TorchAdam, TorchAdamW
@@ -183,12 +184,7 @@ class Run:
                     lease.mark_dirty()
                     module.names.scatter(values, {name: lease.page(*name) for name in names})
         self.adam.step()
-        for module in self.modules.values():
-            present = module.manager.present(module.pages, Plane.GRADIENT)
-            names = [(int(e), int(s)) for e, s in zip(*present.nonzero(), strict=True)]
-            module.manager.drop(module.page_ids(Plane.GRADIENT, names))
-        self.dense.mul_(0.5).add_(number)
-        self.flat.mul_(0.25).sub_(number)
+        ExpertGradients(list(self.modules.values())).drop()
 
     def state(self) -> RankState:
         stage_size = self.layout.world // self.layout.pp
