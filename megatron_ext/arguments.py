@@ -51,6 +51,21 @@ _CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_n
 """Flags and the clipping options that they set."""
 
 
+_SECTIONS = {
+    "paging": _PAGING,
+    "distributed": _DISTRIBUTED,
+    "compute": {"megascale_cpu_products": "cpu_products", "megascale_backend": "backend"},
+    "heat": {"megascale_frozen": "frozen"},
+    "observe": _OBSERVE,
+    "clip": _CLIP,
+    "checkpoint": _CHECKPOINT,
+}
+"""Sections of the configuration, and the flags that set options of them."""
+
+_SWITCHES = {"step_in_backward", "beside"}
+"""Options whose flags say on or off."""
+
+
 def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds MegaScale's flags to a Megatron argument parser and returns the parser."""
     group = parser.add_argument_group("megascale", "experts in pages")
@@ -180,33 +195,16 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
         return None
     path = getattr(args, "megascale_config", None)
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
-    paging = {field: getattr(args, name) for name, field in _PAGING.items() if getattr(args, name, None) is not None}
-    if "step_in_backward" in paging:
-        paging["step_in_backward"] = paging["step_in_backward"] == "on"
-    if paging:
-        config = config.replace("paging", **paging)
-    given_distributed = {f: getattr(args, n) for n, f in _DISTRIBUTED.items() if getattr(args, n, None) is not None}
-    if given_distributed:
-        config = config.replace("distributed", **given_distributed)
-    if getattr(args, "megascale_cpu_products", None) is not None:
-        config = config.replace("compute", cpu_products=args.megascale_cpu_products)
-    if getattr(args, "megascale_backend", None) is not None:
-        config = config.replace("compute", backend=args.megascale_backend)
-    if getattr(args, "megascale_frozen", None) is not None:
-        config = config.replace("heat", frozen=args.megascale_frozen)
-    observe = {field: getattr(args, name) for name, field in _OBSERVE.items() if getattr(args, name, None) is not None}
-    if observe:
-        config = config.replace("observe", **observe)
-    clip = {field: getattr(args, name) for name, field in _CLIP.items() if getattr(args, name, None) is not None}
-    if "alpha" in clip and clip.get("mode", config.clip.mode) != "cmsa":
-        raise ValueError(f"--megascale-cmsa-alpha={clip['alpha']} has no effect without --megascale-clip cmsa; add it")
-    if clip:
-        config = config.replace("clip", **clip)
-    checkpoint = {f: getattr(args, name) for name, f in _CHECKPOINT.items() if getattr(args, name, None) is not None}
-    if "beside" in checkpoint:
-        checkpoint["beside"] = checkpoint["beside"] == "on"
-    if checkpoint:
-        config = config.replace("checkpoint", **checkpoint)
+    for section, flags in _SECTIONS.items():
+        found = {option: getattr(args, flag) for flag, option in flags.items() if getattr(args, flag, None) is not None}
+        if section == "clip" and "alpha" in found and found.get("mode", config.clip.mode) != "cmsa":
+            raise ValueError(
+                f"--megascale-cmsa-alpha={found['alpha']} has no effect without --megascale-clip cmsa; add it"
+            )
+        for switch in _SWITCHES & found.keys():
+            found[switch] = found[switch] == "on"
+        if found:
+            config = config.replace(section, **found)
     return config
 
 
