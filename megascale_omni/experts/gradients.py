@@ -126,12 +126,18 @@ class ExpertGradients:
 
     def complete(self, experts: PagedExperts, name: PageName, page: torch.Tensor, *, scale: float) -> None:
         """Checks, scales and measures a page, to which nothing will be added in this step."""
-        if not self.takes_sums:
+        # Sums look at every element, and a norm tells too: a page that stays as it is needs no pass more.
+        measured = self.takes_sums or (self.takes_norms and scale == 1.0)
+        if not measured:
             self._check(experts, name, page)
         if scale != 1.0:
             page.mul_(scale)
         found = self._statistics[experts, name] = self._measure(page)
-        if found.sums is not None and found.sums.non_finite:  # sums have looked at every element
+        if found.sums is not None:
+            bad = bool(found.sums.non_finite)
+        else:
+            bad = measured and found.squares is not None and not math.isfinite(found.squares)
+        if bad:
             self._check(experts, name, page)
 
     def scale(self, factor: float | torch.Tensor) -> None:
