@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
-from unittest import mock
 
 from scripts.comparison.limited import TARGET, Limited, train_under_limit
 from scripts.measurements.rows import Context
+from scripts.measurements.slow_io import delayed_io
 from scripts.measuring.processes import Workers
 from scripts.measuring.progress import say
 
@@ -64,7 +62,7 @@ class BudgetRuns:
         if budget is not None:
             flags += ["--megascale-device-budget", budget, "--megascale-disk-path", folder]
             flags += ["--megascale-prefetch", "none"] if io == "no prefetch" else []
-        with _pauses(self._rank) if io == "delayed" else mock.patch.dict({}):
+        with delayed_io(self._rank, longest=_LONGEST_PAUSE_SECONDS) if io == "delayed" else nullcontext():
             with Trainer(parse_args(flags, world_size=self._world)) as trainer:
                 numbers: list[float | None] = []
                 for _ in range(_STEPS):
@@ -73,27 +71,6 @@ class BudgetRuns:
                 numbers.append(trainer.evaluate())
                 evicted = sum(m.stats().get("pages_evicted", 0) for m in paging.managers(trainer.model))
         return Trained(tuple(numbers), evicted)
-
-
-def _pauses(rank: int) -> mock._patch_dict:
-    """While in force, every io job begins after a random pause, so that io ends in ever another order."""
-    from megascale_omni.paging.mover import Mover
-
-    drawn, lock = random.Random(rank), threading.Lock()
-
-    def paused(job: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            with lock:
-                seconds = drawn.uniform(0.0, _LONGEST_PAUSE_SECONDS)
-            time.sleep(seconds)
-            job()
-
-        return run
-
-    read, write = Mover.read, Mover.write
-    return mock.patch.multiple(  # type: ignore[return-value]
-        Mover, read=lambda mover, job: read(mover, paused(job)), write=lambda mover, job: write(mover, paused(job))
-    )
 
 
 def different_runs(context: Context, layout: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -47,21 +45,10 @@ def train(run: Trainer) -> list[Any]:
     return [*losses_and_norms(run, 2), run.evaluate(), *losses_and_norms(run, 1), run.evaluate()]
 
 
-def delayed(job: Callable[[], None], generator: random.Random) -> Callable[[], None]:
-    """The job, after a random pause on its io thread."""
-    pause = generator.random() * 1e-3
-
-    def run() -> None:
-        time.sleep(pause)
-        job()
-
-    return run
-
-
 def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str) -> dict[str, object]:
     """Runs all resident, then under budgets; returns what is not equal, and what was never evicted."""
     from megascale_omni.paging import batches
-    from megascale_omni.paging.mover import Mover
+    from scripts.measurements.slow_io import delayed_io
     from scripts.moe_trainer import checkpointing
 
     options = f"{MODEL} {options} --split 90,10 --eval-iters 2 --eval-interval 100"
@@ -78,14 +65,7 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
             "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 20% "
             "--megascale-prefetch none --megascale-max-lag 0",
         }.items():
-            generator = random.Random(f"{name} {rank}")
-            read, write = Mover.read, Mover.write
-            slow = mock.patch.multiple(
-                Mover,
-                read=lambda self, job, r=read, g=generator: r(self, delayed(job, g)),
-                write=lambda self, job, w=write, g=generator: w(self, delayed(job, g)),
-            )
-            with slow, trainer(corpus, options, more, megascale=True) as run:
+            with delayed_io(f"{name} {rank}", longest=1e-3), trainer(corpus, options, more, megascale=True) as run:
                 found = train(run)
                 manager = paged_modules(run)[0].manager
                 manager.check_integrity()

@@ -1,13 +1,12 @@
 """Movers for tests: one whose jobs end when and in the order the test says, and one with slow io threads."""
 
 import random
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
 from megascale_omni.paging.mover import Job, Mover, MoverStalled
+from scripts.measurements.slow_io import Pauses
 
 
 class ManualMover(Mover):
@@ -66,21 +65,10 @@ class SlowMover(Mover):
 
     def __init__(self, seed: int, *, longest: float = 0.002) -> None:
         super().__init__()
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
-        self._longest = longest
+        self._pauses = Pauses(seed, longest=longest)
 
     def read(self, job: Job) -> Future[None]:
-        return super().read(self._later(job))
+        return super().read(self._pauses.before(job))
 
     def write(self, job: Job) -> Future[None]:
-        return super().write(self._later(job))
-
-    def _later(self, job: Job) -> Job:
-        def run() -> None:
-            with self._lock:
-                seconds = self._random.uniform(0.0, self._longest)
-            time.sleep(seconds)
-            job()
-
-        return run
+        return super().write(self._pauses.before(job))
