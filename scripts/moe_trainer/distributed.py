@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .errors import UsageError
+from .rendezvous import agreed_start
 
 
 class Distributed:
@@ -101,11 +102,10 @@ def _init_process_group(args: argparse.Namespace) -> None:
         )
     else:
         found, _, _ = next(torch.distributed.rendezvous("env://", rank, world_size, timeout=_timeout(args)))
-        # A launcher that starts the ranks anew keeps its store, with the addresses of those that ended in it.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = agreed_start(found, rank, world_size, _timeout(args))
         torch.distributed.init_process_group(
             args.distributed_backend,
-            store=torch.distributed.PrefixStore(f"attempt {attempt}", found),
+            store=torch.distributed.PrefixStore(f"start {name}", found),
             rank=rank,
             world_size=world_size,
             timeout=_timeout(args),

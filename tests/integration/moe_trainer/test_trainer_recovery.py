@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,14 +56,22 @@ def nodes(corpus: str, folder: Path) -> Iterator[tuple[list[subprocess.Popen[str
         for is_host in (True, False)
     ]
     os.close(write)
+    # A line may never come: the test then fails by what it has read, not by a limit that shows nothing of it.
+    watchdog = threading.Timer(TIMEOUT_SECONDS, kill, [started])
+    watchdog.start()
     try:
         with open(read) as lines:
             yield started, iter(lines)
     finally:
-        for node in started:
-            for process in [*ranks_of(node), psutil.Process(node.pid)] if node.poll() is None else []:
-                process.kill()
-            node.wait(TIMEOUT_SECONDS)
+        watchdog.cancel()
+        kill(started)
+
+
+def kill(nodes: list[subprocess.Popen[str]]) -> None:
+    for node in nodes:
+        for process in [*ranks_of(node), psutil.Process(node.pid)] if node.poll() is None else []:
+            process.kill()
+        node.wait(TIMEOUT_SECONDS)
 
 
 def ranks_of(node: subprocess.Popen[str]) -> list[psutil.Process]:
