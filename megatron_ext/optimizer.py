@@ -168,12 +168,12 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
     def step(self) -> tuple[bool, float | None, float | None]:
         """As stock; where it is asked for, clips by module, or leaves out a step whose gradients are not finite."""
         try:
-            return self._step()
+            return self._clip_and_step()
         finally:
             for schedule in {experts.manager.schedule for experts in self.paged.adam.modules}:
                 schedule.end_step()
 
-    def _step(self) -> tuple[bool, float | None, float | None]:
+    def _clip_and_step(self) -> tuple[bool, float | None, float | None]:
         if self.clipping is None:
             result: tuple[bool, float | None, float | None] = super().step()
             return result

@@ -32,9 +32,9 @@ class Combination:
     megascale: tuple[str, ...] = ()
 
     @property
-    def expert_parallel(self) -> bool:
-        """Whether experts are spread over ranks."""
-        return "--expert-model-parallel-size" in self.flags
+    def clips_in_bf16(self) -> bool:
+        """Whether the last bit of the gradient norm reaches weights that are rounded to 8 bits."""
+        return "--bf16" in self.flags and "--clip-grad" not in self.flags
 
 
 EP2 = ("--expert-model-parallel-size", "2")
@@ -43,6 +43,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SHARED = ("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-overlap")
+UNCLIPPED = ("--clip-grad", "0")
 GROUPS = ("--megascale-dispatcher", "groups")
 BUDGET = ("--megascale-device-budget", "50%", "--megascale-disk-path", "{scratch}", "--megascale-page-size", "64KiB")
 
@@ -67,6 +68,7 @@ COMBINATIONS = (
     Combination("pp2xep2", 4, (*PP2, *EP2)),
     Combination("pp2xep2-groups", 4, (*PP2, *EP2), GROUPS),
     Combination("pp2xep2-bf16", 4, (*PP2, *EP2, "--bf16", *DISTRIBUTED)),
+    Combination("pp2xep2-bf16-unclipped", 4, (*PP2, *EP2, "--bf16", *DISTRIBUTED, *UNCLIPPED)),
 )
 
 
