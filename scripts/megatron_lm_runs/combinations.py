@@ -13,7 +13,7 @@ BASE = (
     *("--moe-token-dispatcher-type", "alltoall", "--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-4", "--min-lr", "3e-5"),
     *("--lr-warmup-iters", "2", "--lr-decay-iters", str(ITERATIONS), "--train-iters", str(ITERATIONS)),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
+    *("--num-workers", "0", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
     *("--transformer-impl", "local", "--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"),
     *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
     *("--no-rope-fusion", "--no-persist-layer-norm", "--log-interval", "1", "--tensorboard-log-interval", "1"),
