@@ -380,9 +380,10 @@ class ExpertManager:
         self._begin_visit(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
         groups = np.stack([self._batch_ids(module, plane, tuple(names)) for plane in planes], axis=1)
         for number, (name, group) in enumerate(zip(names, groups, strict=True)):
-            for plane in zeros:
-                for page_id in self.create_ids(module, plane, group[[planes.index(plane)]]).tolist():
-                    self.page_tensor(page_id).zero_()
+            for column, plane in enumerate(planes if zeros else ()):
+                if plane in zeros:
+                    for page_id in self.create_ids(module, plane, group[column : column + 1]).tolist():
+                        self.page_tensor(page_id).zero_()
             self.hold(group)
             try:
                 if write:  # at once: the caller may never come back
