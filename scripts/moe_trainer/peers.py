@@ -84,7 +84,8 @@ class Peers:
 
     def __init__(self, store: torch.distributed.Store, *, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self._main, self._store = store.clone(), store.clone()  # a connection that waits holds others up
+        clone = store.clone  # type: ignore[attr-defined]  # the stubs lack it
+        self._main, self._store = clone(), clone()  # a connection that waits holds others up
         self._over, self._judging = threading.Event(), threading.Lock()
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
