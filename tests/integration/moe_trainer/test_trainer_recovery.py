@@ -29,7 +29,7 @@ def flags(corpus: str, folder: Path) -> list[str]:
 
 def launcher(port: int, *, is_host: bool) -> list[str]:
     """One of two nodes, of which one is enough."""
-    conf = f"is_host={str(is_host).lower()},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
+    conf = f"is_host={str(is_host).lower()},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run", "--rdzv-conf", conf]
     many = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max-restarts", "2", "--monitor-interval", "0.1"]
     return ["-m", "torch.distributed.run", *many, *where, "--local-addr", "127.0.0.1"]
