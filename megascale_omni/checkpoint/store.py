@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megascale_omni.checkpoint import digests
 from megascale_omni.checkpoint.filesystem import FileSystem, LocalFileSystem, write_file
+from megascale_omni.checkpoint.folder_lock import FolderLock
 from megascale_omni.checkpoint.manifest import (
     MANIFEST,
     REPLACED,
@@ -111,17 +112,22 @@ class Store:
     keep: int | None = None
     digest: str = field(default_factory=digests.default_name)
     _known: Known = field(default_factory=dict, init=False, repr=False)
+    _lock: FolderLock = field(default_factory=FolderLock, init=False, repr=False)
 
     def draft_of(self, tag: str) -> Path:
         """Where the draft of a checkpoint is made."""
         return self.root / f"{DRAFT}{tag}"
 
     def draft(self, tag: str, folders: Sequence[str]) -> None:
-        """Makes an empty draft with ``folders``, and removes what a crash left of earlier ones."""
+        """Makes an empty draft with ``folders``, and removes what a crash left of earlier ones.
+
+        No other run may save to the folder until :meth:`release`. Raises ValueError where one does, or a bad tag.
+        """
         if not tag or tag.startswith(".") or "/" in tag or tag.endswith(REPLACED):
             raise ValueError(f"tag {tag!r} cannot name a checkpoint's folder")
         if not self.root.is_dir():
             self.root.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire(self.root)
         for left in sorted(self.root.iterdir()):
             if left.name.startswith((DRAFT, TRASH)):
                 self.files.remove(left)
@@ -129,6 +135,17 @@ class Store:
         self.files.make_folder(path)
         for folder in folders:
             self.files.make_folder(path / folder)
+
+    def release(self) -> None:
+        """The save is over, however it ended."""
+        self._lock.release()
+
+    def holds(self, base: Found) -> bool:
+        """Whether a checkpoint and all that it needs are still there, and are what they were."""
+        found, _ = list_checkpoints(self.root, self._known)
+        here = {f.folder.name: f.checksum for f in found}
+        wanted = {**base.manifest.needs, base.manifest.tag: base.checksum}
+        return all(here.get(tag) == checksum for tag, checksum in wanted.items())
 
     def next_sequence(self) -> int:
         """The sequence number of a checkpoint that is newer than all that there are."""
