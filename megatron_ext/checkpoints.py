@@ -15,6 +15,7 @@ from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
 from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.journal import Journal
+from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
 from megatron_ext.checkpoint_state import (
@@ -167,6 +168,7 @@ class PagedCheckpoints:
         opened = self._checkpointer.open(tag)
         if opened is None:
             return None
+        check_kind(opened, ("run", "schedule", "optimizer", "rng"), kind="a Megatron run")
         values = opened.manifest.values
         position = Position(opened.manifest.step, values["run"], values["schedule"])
         check(position)
