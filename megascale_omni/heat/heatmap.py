@@ -7,7 +7,7 @@ import numpy as np
 from megascale_omni.config import HeatConfig
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.planes import NUM_PLANES
 from megascale_omni.schedule import Phase
 
 COMPUTE, MEMORY, COMMUNICATION = 0, 1, 2
@@ -68,7 +68,7 @@ class HeatMap:
     def _count_held(self) -> None:
         """Counts uses: many leases at once."""
         if self._held:
-            indices = np.concatenate(self._held) // len(Plane)
+            indices = np.concatenate(self._held) // NUM_PLANES
             self._uses += np.bincount(indices, minlength=len(self._uses))
             self._held.clear()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megascale_omni.paging.forecast import FAR, Forecast, Visit
-from megascale_omni.paging.planes import ModuleEntry, PageNumbering, Plane
+from megascale_omni.paging.planes import NUM_PLANES, ModuleEntry, PageNumbering, Plane
 from megascale_omni.schedule import Phase
 
 MEMORY = 0.08
@@ -31,7 +31,6 @@ LEAST_FREQUENCY = 1e-3
 HORIZON_VISITS = 4
 """Horizon of uncertain uses in visits for each module: two micro-batches there and back."""
 
-_NUM_PLANES = len(Plane)
 LEAST_WEIGHT = 1e-300
 NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
@@ -183,7 +182,7 @@ class Outlook:
         for place in range(int(before) + 1, index + 1):
             if self._here[place]:
                 for plane in visit.planes:
-                    page_id = (first + place) * _NUM_PLANES + plane
+                    page_id = (first + place) * NUM_PLANES + plane
                     self._now[page_id] = self._values[page_id]
 
     def end_step(self) -> None:
@@ -248,7 +247,7 @@ class Outlook:
         """``[pages, planes]`` page ids of pages (numbers in the module) of a visit."""
         first = self._numbering.entries[visit.module].first_index
         planes = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
-        ids: np.ndarray = (first + places[:, None]) * _NUM_PLANES + planes
+        ids: np.ndarray = (first + places[:, None]) * NUM_PLANES + planes
         return ids
 
     def _refresh(self, entry: ModuleEntry, plane: Plane) -> None:
@@ -258,7 +257,7 @@ class Outlook:
         length, now = max(1, self.forecast.length), self.forecast.time
         use = expected_use(experts, plane, coming, length=length, now=now, horizon=horizon)
         part = np.arange(entry.num_pages) / entry.num_pages
-        start = entry.first_index * len(Plane) + int(plane)
-        stop = start + entry.num_pages * len(Plane)
-        self._values[start : stop : len(Plane)] = np.repeat(use, entry.num_slices) + part
+        start = entry.first_index * NUM_PLANES + int(plane)
+        stop = start + entry.num_pages * NUM_PLANES
+        self._values[start:stop:NUM_PLANES] = np.repeat(use, entry.num_slices) + part
         self._valid.add((entry.module, plane))
