@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from deepspeed_ext.messages import said_in_json
-from megascale_omni.config import MegaScaleConfig
+from megascale_omni.config import CheckpointConfig, DistributedConfig, MegaScaleConfig
+from megascale_omni.effects import refuse_ineffective
 
 SECTION = "megascale"
 _OWN = ("enabled", "expert_parallel_size")
+_UNSUPPORTED = (
+    ("heat", "frozen"),
+    ("paging", "prefetch"),
+    ("observe", "routing"),
+    *(("distributed", item.name) for item in fields(DistributedConfig)),
+    *(("checkpoint", item.name) for item in fields(CheckpointConfig)),
+)
+"""Options, with their sections, that nothing carries out under DeepSpeed; of prefetch, one value."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
     """The section of a DeepSpeed configuration; None where there is none, or ``"enabled"`` is false.
 
     Raises:
-        ValueError: an unknown key, a bad value, or a section without ``"enabled"``.
+        ValueError: an unknown key, a bad value, one without effect beside the others, a section without ``"enabled"``.
     """
     values = ds_config.get(SECTION)
     if values is None:
@@ -58,10 +68,24 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
             config = MegaScaleConfig.from_mapping(sections)
     except ValueError as error:
         raise ValueError(f'"{SECTION}" section: {error}') from error
-    for section, option, value in (("heat", "frozen", "reroute"), ("paging", "prefetch", "early-router")):
-        if getattr(getattr(config, section), option) == value:
-            raise ValueError(f'"{SECTION}": "{option}": "{value}" is not supported with DeepSpeed; leave it out')
+    _refuse_unsupported(config)
+    try:
+        with said_in_json():
+            refuse_ineffective(config)
+    except ValueError as error:
+        raise ValueError(f'"{SECTION}" section: {error}') from error
     return Section(config=config, expert_parallel_size=ranks) if enabled else None
+
+
+def _refuse_unsupported(config: MegaScaleConfig) -> None:
+    """Raises ValueError for an option that only another adapter carries out."""
+    default = MegaScaleConfig()
+    for section, option in _UNSUPPORTED:
+        value = getattr(getattr(config, section), option)
+        if value not in (getattr(getattr(default, section), option), "none"):
+            raise ValueError(
+                f'"{SECTION}": "{option}": {json.dumps(value)} is not supported with DeepSpeed; leave it out'
+            )
 
 
 def _sorted_into_sections(values: Mapping[str, object]) -> dict[str, dict[str, object]]:

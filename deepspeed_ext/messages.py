@@ -15,6 +15,7 @@ def said_in_json() -> Iterator[None]:
     except ValueError as error:
         message = re.sub(r"--megascale-device-budget (\d+)", r'"device_budget": \1', str(error))
         message = re.sub(r"--megascale-page-size (\w+)", r'"page_size_bytes": "\1"', message)
+        message = re.sub(r" \(--megascale-(?!disk-path)[\w-]+( \w+)?\)", "", message)  # the option stands before it
         message = message.replace("--megascale-page-size", '"page_size_bytes"')
         message = message.replace("--megascale-disk-path", '"disk_path"')
         raise ValueError(message) from error

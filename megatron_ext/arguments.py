@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megascale_omni.config import MegaScaleConfig
+from megascale_omni.effects import refuse_ineffective
 from megatron_ext import patches, support
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     """The configuration that parsed flags ask for; None without ``--megascale``.
 
     Raises:
-        ValueError: a bad value, or a ``--megascale-*`` flag without ``--megascale``.
+        ValueError: a bad value, a ``--megascale-*`` flag without ``--megascale``, an option that others leave without
+            effect.
     """
     given = sorted(k for k, v in vars(args).items() if k.startswith("megascale_") and v is not None)
     if not getattr(args, "megascale", False):
@@ -197,14 +199,11 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     config = MegaScaleConfig() if path is None else MegaScaleConfig.from_file(path)
     for section, flags in _SECTIONS.items():
         found = {option: getattr(args, flag) for flag, option in flags.items() if getattr(args, flag, None) is not None}
-        if section == "clip" and "alpha" in found and found.get("mode", config.clip.mode) != "cmsa":
-            raise ValueError(
-                f"--megascale-cmsa-alpha={found['alpha']} has no effect without --megascale-clip cmsa; add it"
-            )
         for switch in _SWITCHES & found.keys():
             found[switch] = found[switch] == "on"
         if found:
             config = config.replace(section, **found)
+    refuse_ineffective(config)
     return config
 
 

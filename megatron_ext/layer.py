@@ -61,6 +61,11 @@ class MegaScaleMoELayer(MoELayer):
         experts = self.experts
         assert isinstance(experts, MegaScaleExperts)
         members = torch.distributed.get_process_group_ranks(groups.ep)
+        if len(members) == 1:
+            runtime.warn_once(
+                "distributed.dispatcher=groups has no effect with --expert-model-parallel-size 1: every rank has all "
+                "experts, and no token travels; raise the one, or leave --megascale-dispatcher out"
+            )
         dispatcher = GroupsTokenDispatcher(experts, self.config, groups, runtime.group_options(members))
         runtime.observation.dispatchers.append(dispatcher.core)
         self._dispatch_with(dispatcher)

@@ -55,6 +55,7 @@ class Runtime:
     routing: RoutingWriter | None = None
     early_router: EarlyRouter | None = None
     path_numbers: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
 
     @classmethod
     def create(cls, config: MegaScaleConfig) -> Runtime:
@@ -113,6 +114,12 @@ class Runtime:
         options = self.config.distributed
         links = None if self.topology is None else self.topology.link_costs(ranks)
         return GroupOptions(move=options.move, discovery=options.discovery, links=links, cache=options.group_cache)
+
+    def warn_once(self, message: str) -> None:
+        """Says on the first rank, once a run, what an option cannot do on these ranks."""
+        if message not in self.told and not (dist.is_initialized() and dist.get_rank()):
+            logger.warning("%s", message)
+        self.told.add(message)
 
     def provisional_path(self) -> str:
         """A unique path for a module that does not know its place in the model yet."""

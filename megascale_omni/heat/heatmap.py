@@ -7,11 +7,9 @@ import numpy as np
 from megascale_omni.config import HeatConfig
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
-from megascale_omni.paging.planes import NUM_PLANES
 from megascale_omni.schedule import Phase
 
 COMPUTE, MEMORY, COMMUNICATION = 0, 1, 2
-MOST_HELD = 1024
 HEATING = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP})
 """Recompute and evaluation add no heat: they repeat, or do not train."""
 
@@ -27,12 +25,9 @@ class HeatMap:
         self._manager = manager
         self._parts = max(1, config.window_steps // config.refresh_steps)
         self.travels: dict[int, int] = {}
-        self._heats = False
-        self._entry = None if not manager.modules else manager.modules[0].entry
         self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
         self._forwards: dict[int, np.ndarray] = {}  # of the part at hand with tokens of each expert, [experts]
         self._uses = np.zeros(0, dtype=np.int64)  # of page indices
-        self._held: list[np.ndarray] = []  # leases that are not counted yet
         self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]
         self.last_token_step: dict[int, np.ndarray] = {}
 
@@ -40,12 +35,13 @@ class HeatMap:
 
     def visited(self, visit: Visit, pages: np.ndarray) -> None:
         """See Observer."""
-        self._heats = visit.phase in HEATING
-        if len(self._uses) < self._manager.numbering.num_indices:
-            self._count_held()
-            self._uses = np.concatenate(
-                [self._uses, np.zeros(self._manager.numbering.num_indices - len(self._uses), dtype=np.int64)]
-            )
+        if visit.phase not in HEATING:
+            return
+        numbering = self._manager.numbering
+        if len(self._uses) < numbering.num_indices:
+            more = np.zeros(numbering.num_indices - len(self._uses), dtype=np.int64)
+            self._uses = np.concatenate([self._uses, more])
+        self._uses[numbering.entries[visit.module].first_index + pages] += len(visit.planes)
 
     def routed(self, module: int, counts: np.ndarray) -> None:
         """See Observer."""
@@ -54,23 +50,13 @@ class HeatMap:
             tokens = self._tokens[module] = np.zeros(len(counts), dtype=np.int64)
             self._forwards[module] = np.zeros(len(counts), dtype=np.int64)
             self.last_token_step.setdefault(module, np.full(len(counts), self._manager.schedule.moment.step))
+        active = counts > 0
         tokens += counts
-        self._forwards[module] += counts > 0
-        self.last_token_step[module][counts > 0] = self._manager.schedule.moment.step
+        self._forwards[module] += active
+        self.last_token_step[module][active] = self._manager.schedule.moment.step
 
     def held(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-        if self._heats:
-            self._held.append(page_ids.copy())
-            if len(self._held) >= MOST_HELD:
-                self._count_held()
-
-    def _count_held(self) -> None:
-        """Counts uses: many leases at once."""
-        if self._held:
-            indices = np.concatenate(self._held) // NUM_PLANES
-            self._uses += np.bincount(indices, minlength=len(self._uses))
-            self._held.clear()
+        """See Observer: a visit holds each of its pages once, and has been counted as it began."""
 
     def reached(self, page: int) -> None:
         """See Observer."""
@@ -105,7 +91,6 @@ class HeatMap:
 
     def end_part(self) -> None:
         """The newest part is complete; the oldest is forgotten."""
-        self._count_held()
         for module in self._manager.modules:
             number, entry = module.entry.module, module.entry
             part = np.zeros((entry.num_experts, 3))

@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import tempfile
 import threading
 import weakref
@@ -82,8 +83,14 @@ class DiskFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             os.ftruncate(self._fd, offset)
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+                raise ValueError(
+                    f"disk path {self.folder} cannot hold the experts' pages: {offset + nbytes} bytes are needed, and "
+                    f"a file of this process may have {limit} (RLIMIT_FSIZE); raise that limit (ulimit -f)"
+                ) from error
             raise ValueError(
                 f"disk path {self.folder} {'has no room for' if full else 'cannot hold'} the experts' pages: "
                 f"{offset + nbytes} bytes are needed, {free} are free ({os.strerror(error.errno or 0)}); "

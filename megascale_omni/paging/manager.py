@@ -86,6 +86,7 @@ class ExpertManager:
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
+        self._next_visit: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
         self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
@@ -377,24 +378,21 @@ class ExpertManager:
             return
         pairs = np.asarray(names, dtype=np.int64)
         self._begin_visit(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
-        groups = [np.concatenate([self._batch_ids(module, p, (name,)) for p in planes]) for name in names]
-        for number, name in enumerate(names):
-            leases: list[Lease] = []
+        groups = np.stack([self._batch_ids(module, plane, tuple(names)) for plane in planes], axis=1)
+        for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+            for column, plane in enumerate(planes if zeros else ()):
+                if plane in zeros:
+                    for page_id in self.create_ids(module, plane, group[column : column + 1]).tolist():
+                        self.page_tensor(page_id).zero_()
+            self.hold(group)
             try:
-                for plane in planes:
-                    page = self._batch_ids(module, plane, (name,))
-                    new = self.create_ids(module, plane, page) if plane in zeros else page[:0]
-                    leases.append(self.lease_ids(module, plane, page))
-                    if len(new):
-                        leases[-1].page(*name).zero_()
-                    if write:  # at once: the caller may never come back
-                        leases[-1].mark_dirty()
+                if write:  # at once: the caller may never come back
+                    self.mark_dirty(group)
                 self._reached(module, name)
                 self._ahead(module, islice(groups, number + 1, number + 1 + SWEEP_AHEAD))
-                yield name, tuple(lease.page(*name) for lease in leases)
+                yield name, tuple(self.page_tensor(page_id) for page_id in group.tolist())
             finally:
-                for lease in leases:
-                    lease.release()
+                self.release(group)
 
     def _begin_visit(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
         """A sweep over ``pages`` (numbers from 0 in the module) begins."""
@@ -434,12 +432,17 @@ class ExpertManager:
     def _next_visit_pages(self, count: int) -> list[int]:
         """Pages that the next visit will probably use."""
         for visit in self.outlook.forecast.following(1):
-            module = self._modules[visit.module]
-            experts = probable_experts(self.outlook.probable(visit.module))[:count]
-            planes = [int(plane) for plane in visit.planes]
-            ids = self.ids(module, Plane.WEIGHT, experts.tolist())
-            found = (ids[:, None] + np.asarray(planes)).reshape(-1)
-            result: list[int] = found[self.table.tier[found] != ABSENT][:count].tolist()
+            known, (stamp, found) = (self.outlook.stamp, visit), self._next_visit
+            if stamp != known:
+                module = self._modules[visit.module]
+                experts = probable_experts(self.outlook.probable(visit.module))
+                planes = [int(plane) for plane in visit.planes]
+                ids = self.ids(module, Plane.WEIGHT, experts.tolist())
+                found = (ids[:, None] + np.asarray(planes)).reshape(-1)
+                self._next_visit = known, found
+            pages = self._modules[visit.module].entry.num_slices * len(visit.planes)
+            first = found[: count * pages]  # of so many experts
+            result: list[int] = first[self.table.tier[first] != ABSENT][:count].tolist()
             return result
         return []
 

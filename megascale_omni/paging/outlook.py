@@ -11,9 +11,10 @@ certain use that is the time itself.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -133,6 +134,16 @@ def expected_use(
     return np.where(weight > LEAST_WEIGHT, use.round(6), FAR)  # equal times stay equal
 
 
+def alike(planes: Iterable[Plane], used_together: Sequence[tuple[Plane, ...]]) -> tuple[tuple[Plane, ...], ...]:
+    """Planes that every visit uses both or neither, and whose next uses are therefore the same."""
+    groups: dict[tuple[bool, ...], list[Plane]] = {}
+    for plane in sorted(planes):
+        # Gradients go with a step's end, which no visit tells.
+        signature = (plane is Plane.GRADIENT, *(plane in visit for visit in used_together))
+        groups.setdefault(signature, []).append(plane)
+    return tuple(tuple(group) for group in groups.values())
+
+
 class Outlook:
     """Next uses of pages. Fed with visits; ``cursor`` is how far the current visit has come (fraction of a module)."""
 
@@ -144,10 +155,16 @@ class Outlook:
         self._here = np.zeros(0, dtype=bool)  # page indices of the module that the current visit needs
         self._values = np.zeros(0)
         self._now = np.zeros(0)  # the same, but for pages that the current visit has still to use
+        self._places: list[int] = []  # of these (numbers in the module), and their ids [pages, planes]
+        self._place_ids = np.zeros((0, 0), dtype=np.int64)
+        self._passed = 0  # how many of these places the visit has passed since
+        self.stamp = 0  # another one whenever something was learnt about experts
         self._current = False  # whether _now is up to date
         self._valid: set[tuple[int, Plane]] = set()
         self._generation = -1
         self._planes: set[Plane] = set()  # that some visit has used
+        self._used_together: list[tuple[Plane, ...]] = []
+        self._alike: tuple[tuple[Plane, ...], ...] = ()
 
     def experts(self, module: int) -> Experts:
         """What is known of a module's experts."""
@@ -163,8 +180,10 @@ class Outlook:
         self._current = False
         self._here = np.zeros(entry.num_pages, dtype=bool)
         self._here[indices] = True
-        if not self._planes.issuperset(visit.planes):
+        if visit.planes not in self._used_together:
+            self._used_together.append(visit.planes)
             self._planes.update(visit.planes)
+            self._alike = alike(self._planes, self._used_together)
             self._valid.clear()
         if visit.phase is not Phase.IDLE:
             active = np.asarray(self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1))
@@ -174,16 +193,14 @@ class Outlook:
     def reached(self, index: int) -> None:
         """The current visit works on page ``index`` of its module."""
         before, self.cursor = self.cursor, float(index)
-        visit = self.forecast.current
-        if not self._current or visit is None or self.cursor < before:
+        if not self._current or index < before:
             self._current = False
             return
-        first = self._numbering.entries[visit.module].first_index
-        for place in range(int(before) + 1, index + 1):
-            if self._here[place]:
-                for plane in visit.planes:
-                    page_id = (first + place) * NUM_PLANES + plane
-                    self._now[page_id] = self._values[page_id]
+        passed = bisect.bisect_right(self._places, index)
+        if passed > self._passed:
+            ids = self._place_ids[self._passed : passed]
+            self._now[ids] = self._values[ids]
+            self._passed = passed
 
     def end_step(self) -> None:
         """A training step is over."""
@@ -198,6 +215,7 @@ class Outlook:
         self._forget(module)
 
     def _forget(self, module: int) -> None:
+        self.stamp += 1
         self._valid.difference_update([(module, plane) for plane in Plane])
         self._current = False
 
@@ -220,6 +238,9 @@ class Outlook:
 
     def _update(self) -> None:
         """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
+        if self._current and self._generation == self.forecast.generation:
+            if len(self._values) >= self._numbering.num_pages:
+                return
         if self._generation != self.forecast.generation:
             self._valid.clear()
             self._generation = self.forecast.generation
@@ -230,17 +251,18 @@ class Outlook:
         if len(self._valid) < len(self._numbering.entries) * len(self._planes):
             self._current = False
             for entry in self._numbering.entries:
-                for plane in self._planes:  # pages of others have no use that is known
-                    if (entry.module, plane) not in self._valid:
-                        self._refresh(entry, plane)
+                for planes in self._alike:  # pages of others have no use that is known
+                    if (entry.module, planes[0]) not in self._valid:
+                        self._refresh(entry, planes)
         if not self._current:
             self._now = self._values.copy()
+            self._places, self._passed = [], 0
             visit = self.forecast.current
             if visit is not None:
-                places = np.flatnonzero(self._here)
+                places = self._here.nonzero()[0]
                 places = places[places > self.cursor]
-                ids = self._ids_of(visit, places)
-                self._now[ids] = self.forecast.time + places[:, None] / len(self._here)
+                self._places, self._place_ids = places.tolist(), self._ids_of(visit, places)
+                self._now[self._place_ids] = self.forecast.time + places[:, None] / len(self._here)
             self._current = True
 
     def _ids_of(self, visit: Visit, places: np.ndarray) -> np.ndarray:
@@ -250,14 +272,14 @@ class Outlook:
         ids: np.ndarray = (first + places[:, None]) * NUM_PLANES + planes
         return ids
 
-    def _refresh(self, entry: ModuleEntry, plane: Plane) -> None:
+    def _refresh(self, entry: ModuleEntry, planes: Sequence[Plane]) -> None:
         experts = self.experts(entry.module)
         coming = self.forecast.coming_to(entry.module)
         horizon = HORIZON_VISITS * len(self._numbering.entries)
         length, now = max(1, self.forecast.length), self.forecast.time
-        use = expected_use(experts, plane, coming, length=length, now=now, horizon=horizon)
-        part = np.arange(entry.num_pages) / entry.num_pages
-        start = entry.first_index * NUM_PLANES + int(plane)
-        stop = start + entry.num_pages * NUM_PLANES
-        self._values[start:stop:NUM_PLANES] = np.repeat(use, entry.num_slices) + part
-        self._valid.add((entry.module, plane))
+        use = expected_use(experts, planes[0], coming, length=length, now=now, horizon=horizon)
+        times = np.repeat(use, entry.num_slices) + np.arange(entry.num_pages) / entry.num_pages
+        for plane in planes:
+            start = entry.first_index * NUM_PLANES + int(plane)
+            self._values[start : start + entry.num_pages * NUM_PLANES : NUM_PLANES] = times
+            self._valid.add((entry.module, plane))

@@ -43,11 +43,12 @@ class Pager:
         self.table = table
         self.tiers = tiers
         self.outlook = outlook
-        self.shadows = Shadows(table.slot_class, lambda slot_class: tiers.device.limit(slot_class) or 0)
+        self.shadows = Shadows(table.slot_class, tiers.device.limit_of)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
         self._flights: dict[int, Flight] = {}
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
+        self._stuck = False  # whether asking ahead has failed, and nothing happened since that could change it
         self._keep: frozenset[int] = frozenset()
         self.pace = Pace()
         self.host = HostTier(
@@ -87,7 +88,7 @@ class Pager:
         """Gives an absent page a slot; contents are undefined."""
         slot_class = self.table.slot_class(page_id)
         if self.can_evict:
-            self.shadows.of(slot_class).create(page_id, pinned=self._is_pinned)
+            self.shadows.of_page(page_id).create(page_id, pinned=self._is_pinned)
         slot = self._take_slot(slot_class, wait=True)
         assert slot is not None
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
@@ -106,7 +107,8 @@ class Pager:
             self.tiers.device.free(slot_class, slot)
         elif tier is TierKind.HOST:
             self.tiers.host.free(slot_class, slot)
-        self.shadows.of(slot_class).drop(page_id)
+        self.shadows.drop(page_id)
+        self._stuck = False
         self.counts["pages_dropped"] += 1
 
     def ensure(self, page_ids: np.ndarray) -> None:
@@ -141,7 +143,8 @@ class Pager:
                     self._load(page_id, ahead=None)
             for page_id in self._keep & self._flights.keys():
                 self._finish(page_id)
-            self._serve_wanted()  # while these pages are kept: they are pinned only after this call
+            if not self._stuck:
+                self._serve_wanted()  # while these pages are kept: they are pinned only after this call
         finally:
             self._keep = frozenset()
 
@@ -151,9 +154,9 @@ class Pager:
             wanted = np.fromiter(page_ids, dtype=np.int64)
             away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
             pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
-            self._wanted = deque((n, p) for n, p in pairs if not self._is_coming(p))
+            self._wanted, self._stuck = deque((n, p) for n, p in pairs if not self._is_coming(p)), False
             self._reap()
-            self._serve_wanted()
+            self._serve_wanted()  # a sweep has gone on: pages were given back
 
     def poll(self) -> None:
         """Takes back the jobs that have ended. Raises what went wrong in any of them, whether a page waits or not."""
@@ -227,7 +230,7 @@ class Pager:
         Returns whether it did.
         """
         slot_class = self.table.slot_class(page_id)
-        shadow = self.shadows.of(slot_class)
+        shadow = self.shadows.of_page(page_id)
         if ahead is not None and not shadow.may_load(page_id):
             return False
         shadow.loaded(page_id)
@@ -253,25 +256,42 @@ class Pager:
 
     def _held_until(self, class_index: int) -> float:
         """The latest next use of the pages of a class that leases hold."""
-        held = np.flatnonzero((self.table.pins > 0) & (self.table.class_index == class_index))
-        return float(self.outlook.next_use(held).max(initial=-np.inf))
+        held = self.table.pins.nonzero()[0]
+        held = held[self.table.class_index[held] == class_index]
+        return max(self.outlook.next_use(held).tolist(), default=-np.inf)
 
     def _serve_wanted(self) -> None:
-        if not self._wanted:
+        wanted = self._wanted
+        while wanted and not self._is_away(wanted[0][1]):
+            wanted.popleft()
+        if not wanted:
             return
-        uses = self.outlook.next_use(np.array([page_id for _, page_id in self._wanted]))
+        self._reap()
+        uses: dict[int, float] = {}
         held_until: dict[int, float] = {}
         always = self.pace.ahead()
-        for use in uses.tolist():
-            number, page_id = self._wanted[0]
+        while wanted:
+            number, page_id = wanted[0]
             if self._is_away(page_id):
-                index = int(self.table.class_index[page_id])
-                if number >= always and index not in held_until:
-                    held_until[index] = self._held_until(index)
-                before = displaced_before(number, use, held_until.get(index, -np.inf), always=always)
+                before = np.inf  # where there is room, nobody need leave, and nobody asks when what is used
+                slot_class = self.table.slot_class(page_id)
+                if not self.tiers.device.has_room(slot_class):
+                    leaving = self._jobs(slot_class, FlightKind.LEAVING)  # there is room once one of them has left
+                    if leaving or not self.shadows.of_page(page_id).may_load(page_id):
+                        self._stuck = True
+                        return
+                    if page_id not in uses:
+                        pages = [page for _, page in wanted]
+                        uses = dict(zip(pages, self.outlook.next_use(np.array(pages)).tolist(), strict=True))
+                    before, index = uses[page_id], int(self.table.class_index[page_id])
+                    if number >= always:
+                        if index not in held_until:
+                            held_until[index] = self._held_until(index)
+                        before = displaced_before(number, before, held_until[index], always=always)
                 if not self._load(page_id, ahead=before):
+                    self._stuck = True
                     return
-            self._wanted.popleft()
+            wanted.popleft()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -319,11 +339,12 @@ class Pager:
 
     def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         table = self.table
-        mask = (table.tier == DEVICE) & (table.pins == 0)
-        mask &= table.class_index == table.index_of(slot_class)
-        for page_id in (*self._flights, *self._keep):
-            mask[page_id] = False
-        ids = np.flatnonzero(mask)
+        mask = table.tier == DEVICE
+        mask &= table.pins == 0
+        if len(table.classes) > 1:
+            mask &= table.class_index == table.index_of(slot_class)
+        mask[[*self._flights, *self._keep]] = False
+        ids = mask.nonzero()[0]
         shadow = self.shadows.of(slot_class)
         candidates = Candidates(
             ids,
@@ -361,6 +382,7 @@ class Pager:
 
     def _gone(self, page_id: int, slot: int, target: TierKind, target_slot: int) -> None:
         """A page's bytes are safe elsewhere: its slot is free."""
+        self._stuck = False
         self.counts["pages_evicted"] += 1
         slot_class = self.table.slot_class(page_id)
         self._left(page_id)
@@ -389,7 +411,7 @@ class Pager:
         self._land(page_id, stay=True)
 
     def _land(self, page_id: int, *, stay: bool) -> None:
-        flight = self._flights.pop(page_id)
+        flight, self._stuck = self._flights.pop(page_id), False
         slot_class = self.table.slot_class(page_id)
         error = _error_of(flight.future)
         if error is not None:

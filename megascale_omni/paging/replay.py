@@ -184,7 +184,7 @@ class _Machine:
         self.visit: Visit | None = None
         self.visited = np.zeros(0, dtype=np.int64)
         self.smallest = min(self.slots.values(), default=0)
-        self.shadows = Shadows(self.classes.__getitem__, self.slots.__getitem__)
+        self.shadows = Shadows(self.classes.__getitem__, lambda slot_class: lambda: self.slots[slot_class])
 
     def run(self, events: Iterable[Event]) -> None:
         """Replays events."""

@@ -32,13 +32,19 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
     """
     if count <= 0:
         return []
-    rows = np.nonzero(candidates.next_use > needed_before)[0]
-    if len(rows) > count <= candidates.allowance:  # the few that are needed last are enough to be put in order
-        use = candidates.next_use[rows]
-        rows = rows[use >= np.partition(use, len(use) - count)[len(use) - count]]
-    order = rows[np.lexsort((candidates.last_use[rows], candidates.dirty[rows], -candidates.next_use[rows]))]
+    use = candidates.next_use
+    if len(use) > count <= candidates.allowance:  # the few that are needed last are enough to be put in order
+        farthest = np.partition(use, len(use) - count)[len(use) - count]
+        rows = (use >= farthest if farthest > needed_before else use > needed_before).nonzero()[0]
+    else:
+        rows = (use > needed_before).nonzero()[0]
+    if not len(rows):
+        return []
+    order = rows[np.lexsort((candidates.last_use[rows], candidates.dirty[rows], -use[rows]))]
     shadowed = candidates.shadowed[order]
-    allowed = order[~shadowed | (np.cumsum(shadowed) <= candidates.allowance)][:count]
+    allowed = order[:count]
+    if np.count_nonzero(shadowed) > candidates.allowance:
+        allowed = order[~shadowed | (np.cumsum(shadowed) <= candidates.allowance)][:count]
     if not len(allowed) and needed_before == -np.inf:
         allowed = order[np.argsort(candidates.last_use[order], kind="stable")][:1]
     victims: list[int] = candidates.page_ids[allowed].tolist()

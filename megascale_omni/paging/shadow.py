@@ -19,7 +19,7 @@ What is sent away on purpose (frozen experts) LRU is taken to send away as well.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -58,9 +58,11 @@ class ShadowLru:
 
     def holds(self, page_ids: np.ndarray) -> np.ndarray:
         """Mask: which pages LRU would have in the arena."""
-        if len(page_ids) and page_ids.max() >= len(self._held):
+        try:
+            found: np.ndarray = self._held[page_ids]
+        except IndexError:  # of pages that were never here
             self._grow(int(page_ids.max()))
-        found: np.ndarray = self._held[page_ids]
+            found = self._held[page_ids]
         return found
 
     def _grow(self, page_id: int) -> None:
@@ -76,10 +78,9 @@ class ShadowLru:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def use(self, page_ids: Iterable[int], *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
+    def use(self, page_ids: Sequence[int], *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """Pages are used together, once. ``here``: whether we have a page; ``pinned``: whether a lease holds it."""
-        order, wanted = self._order, list(page_ids)
-        absent = []
+        order, wanted, absent = self._order, page_ids, []
         for page_id in wanted:
             if page_id in order:
                 order.move_to_end(page_id)
@@ -154,33 +155,42 @@ class ShadowLru:
 
 
 class Shadows:
-    """The shadows of all slot classes. ``class_of`` tells a page's; ``slots_of`` a class's slots in the arena."""
+    """The shadows of all slot classes. ``class_of`` tells a page's; ``slots_of``, what tells a class's slots."""
 
-    def __init__(self, class_of: Callable[[int], SlotClass], slots_of: Callable[[SlotClass], int]) -> None:
+    def __init__(
+        self, class_of: Callable[[int], SlotClass], slots_of: Callable[[SlotClass], Callable[[], int]]
+    ) -> None:
         self._class_of, self._slots_of = class_of, slots_of
         self._of: dict[SlotClass, ShadowLru] = {}
+        self._of_page: dict[int, ShadowLru] = {}  # looked up thousands of times a step
 
     def of(self, slot_class: SlotClass) -> ShadowLru:
         """The shadow of a class."""
         if slot_class not in self._of:
-            self._of[slot_class] = ShadowLru(lambda: self._slots_of(slot_class))
+            self._of[slot_class] = ShadowLru(self._slots_of(slot_class))
         return self._of[slot_class]
 
     def of_page(self, page_id: int) -> ShadowLru:
-        """The shadow of a page's class."""
-        return self.of(self._class_of(page_id))
+        """The shadow of a page's class, which may be another one once the page was dropped."""
+        found = self._of_page.get(page_id)
+        if found is None:
+            found = self._of_page[page_id] = self.of(self._class_of(page_id))
+        return found
+
+    def drop(self, page_id: int) -> None:
+        """A page ceased to be."""
+        self.of_page(page_id).drop(page_id)
+        del self._of_page[page_id]
 
     def use(self, page_ids: np.ndarray, *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """See :meth:`ShadowLru.use`, for pages of any classes."""
         pages = page_ids.tolist()
-        classes = [self._class_of(page_id) for page_id in pages]
-        if all(slot_class is classes[0] for slot_class in classes):
-            if pages:
-                self.of(classes[0]).use(pages, here=here, pinned=pinned)
+        shadows = [self.of_page(page_id) for page_id in pages]
+        if shadows and shadows.count(shadows[0]) == len(shadows):
+            shadows[0].use(pages, here=here, pinned=pinned)
             return
-        for slot_class in dict.fromkeys(classes):
-            of_class = [p for p, c in zip(pages, classes, strict=True) if c == slot_class]
-            self.of(slot_class).use(of_class, here=here, pinned=pinned)
+        for shadow in dict.fromkeys(shadows):
+            shadow.use([p for p, s in zip(pages, shadows, strict=True) if s is shadow], here=here, pinned=pinned)
 
     def page_in_bytes(self) -> int:
         """Bytes of the page-ins that LRU would have had."""

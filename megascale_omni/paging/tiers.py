@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import mmap
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -92,6 +92,11 @@ class Arena:
     def limit(self, slot_class: SlotClass) -> int | None:
         """The limit of a class."""
         return self._space(slot_class).limit
+
+    def limit_of(self, slot_class: SlotClass) -> Callable[[], int]:
+        """What tells the limit of a class from now on, at little cost; 0 where there is none."""
+        space = self._space(slot_class)
+        return lambda: space.limit or 0
 
     def reserve(self, slot_class: SlotClass, slots: int) -> None:
         """Makes segments until ``slots`` more slots are free, whatever the limit."""

@@ -59,7 +59,7 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
     from megascale_omni.heat import heatmap, keeper
     from megascale_omni.paging import manager, outlook, pager, residency, shadow
 
-    for name in ("visited", "routed", "held"):  # the others do nothing
+    for name in ("visited", "routed"):  # the others do nothing
         yield heatmap.HeatMap, name, "heat"
     yield keeper.HeatKeeper, "_step", "heat"
     for name in ("begin", "reached", "end_step", "next_use", "probable", "foresee"):
@@ -68,7 +68,7 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
     for name in ("_victims", "_held_until"):
         yield pager.Pager, name, "policy"
     yield manager.ExpertManager, "_next_visit_pages", "policy"
-    for name in ("create", "drop", "loaded", "left"):
+    for name in ("create", "drop", "may_load", "loaded", "not_loaded", "left", "stayed"):
         yield shadow.ShadowLru, name, "policy"
     package = manager.__name__.rpartition(".")[0]
     for module in [m for n, m in sys.modules.items() if n.startswith(package)]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .errors import UsageError
+from .peers import Peers
 from .rendezvous import agreed_start
 
 
@@ -76,10 +77,26 @@ class Distributed:
                 torch.distributed.destroy_process_group(group)
 
 
-def leave() -> None:
+def start(args: argparse.Namespace) -> Peers | None:
+    """Make the default process group, of the launcher's ranks or of one, in a process that trains once.
+
+    Returns:
+        What makes the ranks end together; None for one rank.
+    """
+    _init_process_group(args)
+    if torch.distributed.get_world_size() == 1:
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    peers = Peers(store, rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size())
+    torch.distributed.barrier()  # every rank can be heard from here on
+    return peers
+
+
+def leave(peers: Peers | None) -> None:
     """End the default process group, at the end of the process."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
+    if peers is not None:
+        peers.close()
 
 
 def _timeout(args: argparse.Namespace) -> timedelta:

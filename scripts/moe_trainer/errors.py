@@ -10,3 +10,10 @@ class UsageError(ValueError):
 
 class LocalUsageError(UsageError):
     """Such a mistake that struck this rank and perhaps not the others, which may be waiting for it."""
+
+
+def without_places(error: BaseException) -> BaseException:
+    """The error without what Megatron-Core's `build_module` adds at every level: the class that was being made."""
+    while error.__context__ is not None and str(error).startswith(f"{error.__context__} when instantiating "):
+        error = error.__context__
+    return error

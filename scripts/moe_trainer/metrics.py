@@ -129,6 +129,10 @@ def _number(record: Record, name: str) -> float:
     return float(value)
 
 
+_STARTS_WITH = ("megascale", "device", "world", "params", "tokens_per_step", "paging", "iteration", "setup_seconds")
+"""What a person reads of the start record; the JSON lines have all of it."""
+
+
 def describe(record: Record, last: int) -> str:
     """Return the line that a person reads for a record."""
     event = record["event"]
@@ -137,7 +141,9 @@ def describe(record: Record, last: int) -> str:
         parts += [f"{name} {record[name]:.4g}" for name in ("grad_norm", "lr") if record.get(name) is not None]
         parts += [f"{_number(record, 'step_seconds'):.3f} s", f"{_number(record, 'tokens_per_second'):,.0f} tokens/s"]
         return " | ".join(parts) + (" | skipped" if record.get("skipped") else "")
-    told = {name: value for name, value in record.items() if name not in ("event", "argv") and value not in (None, [])}
+    told = {name: value for name, value in record.items() if name != "event" and value not in (None, [])}
+    if event == "start":
+        told = {name: told[name] for name in _STARTS_WITH if name in told}
     return " | ".join([str(event), *(f"{name} {_readable(name, value)}" for name, value in told.items())])
 
 

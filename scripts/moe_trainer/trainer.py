@@ -27,7 +27,7 @@ from megatron_ext import cpu
 from . import checkpointing, paged_checkpoints
 from .batches import Batch, BatchSource
 from .distributed import Distributed
-from .errors import LocalUsageError, UsageError
+from .errors import LocalUsageError, UsageError, without_places
 from .model import build_model, transformer_config
 from .norms import parameter_norm
 from .optimizer import build_optimizer, build_scheduler
@@ -114,7 +114,7 @@ class Trainer:
         except UsageError:
             raise
         except ValueError as error:
-            raise LocalUsageError(str(error)) from error
+            raise LocalUsageError(str(without_places(error))) from error
         except AssertionError as error:
             raise LocalUsageError(f"megatron-core refuses these settings: {error}") from error
 

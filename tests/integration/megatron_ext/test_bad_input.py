@@ -127,9 +127,24 @@ def start_dense(rank: int, world: int, *, corpus: str) -> str:
     return str(error.value)
 
 
-def test_a_mistake_found_while_building_ends_all_ranks_and_is_told_once(corpus: str, tmp_path: Path) -> None:
-    """As a launcher starts them: the ranks end with a non-zero status, none waits for another."""
-    options = "--hidden-size 512 --ffn-hidden-size 32 --megascale-page-size 64KiB"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--hidden-size 512 --ffn-hidden-size 32 --megascale-page-size 64KiB",) * 2,
+            "page size 65536 bytes does not hold",
+        ),
+        (
+            tuple(f"--megascale-device-budget 50% --megascale-disk-path {folder}" for folder in (".", "/no/such")),
+            "disk path /no/such is not a folder; create it, or give another --megascale-disk-path (on rank 1)",
+        ),
+    ],
+    ids=["every-rank", "one-rank"],
+)
+def test_a_mistake_found_while_building_ends_all_ranks_and_is_told_once(
+    corpus: str, tmp_path: Path, options: tuple[str, str], message: str
+) -> None:
+    """As a launcher starts them: the ranks end with the same status, none waits for another."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -146,7 +161,7 @@ def test_a_mistake_found_while_building_ends_all_ranks_and_is_told_once(corpus: 
             subprocess.Popen(
                 [
                     *(sys.executable, str(ROOT / "scripts" / "pretrain_moe.py")),
-                    *flags(corpus, GATED, EXPERT_PARALLEL, options, megascale=True),
+                    *flags(corpus, GATED, EXPERT_PARALLEL, options[number], megascale=True),
                 ],
                 cwd=tmp_path,
                 env={
@@ -165,7 +180,9 @@ def test_a_mistake_found_while_building_ends_all_ranks_and_is_told_once(corpus: 
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert sum(error.count("pretrain_moe.py: error: page size 65536 bytes does not hold") for _, error in outputs) == 1
-    assert "Traceback" not in "".join(error for _, error in outputs)
+    errors = "".join(error for _, error in outputs)
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    assert errors.count("error: ") == errors.count(f"pretrain_moe.py: error: {message}") == 1, errors
+    assert "Traceback" not in errors
+    assert "when instantiating" not in errors
     assert list(tmp_path.iterdir()) == []

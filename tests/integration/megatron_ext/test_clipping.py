@@ -267,7 +267,7 @@ def refused(rank: int, world: int, *, corpus: str, options: str) -> str:
     [
         ("--megascale-clip cmsa --clip-grad 0", "CMSA needs a clipping norm above 0, not 0"),
         ("--megascale-clip cmsa --megascale-config {file}", "no parameter matches 'audio.*' (audio)"),
-        ("--megascale-cmsa-alpha 0.5", "has no effect without --megascale-clip cmsa"),
+        ("--megascale-cmsa-alpha 0.5", "clip.alpha=0.5 has no effect with clip.mode=stock"),
         ("--megascale-clip cmsa --megascale-cmsa-alpha 2", "clip.alpha='2' must be auto or a number from 0 to 1"),
     ],
 )

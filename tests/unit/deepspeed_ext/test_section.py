@@ -39,6 +39,10 @@ def test_without_an_enabled_section_nothing_is_asked_for() -> None:
         ({"megascale": {"enabled": True, "device_budget": "25%"}}, 'give paging.disk_path ("disk_path")'),
         ({"megascale": {"enabled": False, "zzz": 1}}, "unknown key megascale.zzz; known: "),
         ({"megascale": {"enabled": True, "frozen": "reroute"}}, '"frozen": "reroute" is not supported with DeepSpeed'),
+        ({"megascale": {"enabled": True, "grad_wire": "bf16"}}, '"grad_wire": "bf16" is not supported with DeepSpeed'),
+        ({"megascale": {"enabled": True, "distributed": {"dispatcher": "groups"}}}, '"dispatcher": "groups" is not'),
+        ({"megascale": {"enabled": True, "checkpoint": {"format": "paged"}}}, '"format": "paged" is not supported'),
+        ({"megascale": {"enabled": True, "routing": "r"}}, '"routing": "r" is not supported with DeepSpeed'),
         (
             {"megascale": {"enabled": True, "paging": {"prefetch": "early-router"}}},
             '"prefetch": "early-router" is not supported with DeepSpeed; leave it out',

@@ -63,8 +63,21 @@ class TestPlainLines:
     def test_other_records_read_well(self) -> None:
         record = {"event": "end", "peak_rss_bytes": 3 << 20, "paging": {"pages_loaded": 1234}, "left": None, "of": []}
         assert describe(record, 9) == "end | peak_rss_bytes 3.0 MiB | paging (pages_loaded 1,234)"
-        record = {"event": "start", "argv": ["x"], "megascale": True, "optimizers": ["A", "B"], "seconds": 0.123456789}
-        assert describe(record, 9) == "start | megascale True | optimizers A + B | seconds 0.123457"
+        record = {"event": "validation", "of": ["A", "B"], "seconds": 0.123456789}
+        assert describe(record, 9) == "validation | of A + B | seconds 0.123457"
+
+    def test_the_start_says_what_a_user_needs_and_no_more(self) -> None:
+        record = {
+            "event": "start",
+            "argv": ["x"],
+            "versions": {"torch": "2"},
+            "megascale": True,
+            "world": 2,
+            "params": 9,
+        }
+        assert describe({**record, "paging": None, "iteration": 0}, 9) == (
+            "start | megascale True | world 2 | params 9 | iteration 0"
+        )
 
 
 def test_the_progress_bar_shows_loss_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,19 @@ def test_no_descriptor_left_is_refused_too(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot be written: Too many open files"):
         DiskFile(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_files_is_named(disk, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT.nbytes, hard))
+    try:
+        with pytest.raises(
+            ValueError, match=rf"may have {SLOT.nbytes} \(RLIMIT_FSIZE\); raise that limit \(ulimit -f\)"
+        ):
+            disk.reserve(2 * SLOT.nbytes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert disk.reserve(2 * SLOT.nbytes) == 0
 
 
 def test_more_than_the_disk_has_is_refused_with_the_numbers(disk, tmp_path):
