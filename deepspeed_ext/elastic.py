@@ -22,6 +22,7 @@ from megascale_omni.checkpoint import rng
 from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
 from megascale_omni.checkpoint.dense import TensorPiece, whole_piece
+from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.pages import ExpertsPiece
 from megascale_omni.checkpoint.ranks import GroupRanks
 
@@ -81,6 +82,7 @@ def load_elastic(engine: Any, folder: str | Path, *, tag: str | None = None) -> 
     opened = checkpoints.open(tag)
     if opened is None:
         return None
+    check_kind(opened, ("client", "position", "schedule", "steps", "groups"), kind="a DeepSpeed run (save_elastic)")
     values = opened.manifest.values
     _check(engine, opened)
     step = engine.experts_step

@@ -191,6 +191,22 @@ def optimizer_pieces(
     return pieces
 
 
+def addresses(optimizer: MegaScaleChainedOptimizer) -> tuple[int, ...]:
+    """Where the parameters and the state of the dense optimizers lie: pieces of them hold as long as it is the same.
+
+    Pieces keep the memory that they are of, so that no other tensor gets its address.
+    """
+    found: list[int] = []
+    for member in optimizer.dense.chained_optimizers:
+        if member.is_stub_optimizer or member.optimizer is None:
+            continue
+        state = member.optimizer.state
+        for parameter, main, start in _parameters(member):
+            found += (parameter.data_ptr(), main.data_ptr(), -1 if start is None else start)
+            found += [tensor.data_ptr() for tensor in state[main].values()] if main in state else []
+    return tuple(found)
+
+
 def _step_piece(place: KeyPlace, step: torch.Tensor, start: int | None) -> TensorPiece:
     lead = place.prepended or 1
     box = Box(place.box.offset[:lead] if place.prepended else (0,), (1,) * lead)

@@ -15,6 +15,7 @@ from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
 from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.journal import Journal
+from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
 from megatron_ext.checkpoint_state import (
@@ -22,6 +23,7 @@ from megatron_ext.checkpoint_state import (
     OPTIMIZER,
     RNG,
     KeyPlace,
+    addresses,
     coordinates,
     experts_pieces,
     frozen_names,
@@ -125,13 +127,11 @@ class PagedCheckpoints:
     def _state(self, *, include_optimizer: bool, include_rng_state: bool, opened: Opened | None = None) -> RankState:
         if self._places is None or not self._places.still_hold(self._chunks):
             self._places = _Places.of(self._chunks)
-        places = self._places.places
-        tensors = model_pieces(places)
-        tensors += self._places.markers if opened is None else []
-        if include_optimizer:
-            stored = None if opened is None else opened.dense
-            tensors += optimizer_pieces(self._optimizer, places, stored=stored)
-            tensors += self._carried if opened is None else []
+        tensors = [*self._places.model, *(self._places.markers if opened is None else ())]
+        if include_optimizer and opened is None:
+            tensors += [*self._places.optimizer(self._optimizer), *self._carried]
+        elif opened is not None and include_optimizer:
+            tensors += optimizer_pieces(self._optimizer, self._places.places, stored=opened.dense)
         if include_rng_state:
             tensors += rng_pieces()
         return RankState(tensors, experts_pieces(self._chunks, self._optimizer), self._optimizer.paged.adam)
@@ -168,6 +168,7 @@ class PagedCheckpoints:
         opened = self._checkpointer.open(tag)
         if opened is None:
             return None
+        check_kind(opened, ("run", "schedule", "optimizer", "rng"), kind="a Megatron run")
         values = opened.manifest.values
         position = Position(opened.manifest.step, values["run"], values["schedule"])
         check(position)
@@ -211,30 +212,46 @@ class PagedCheckpoints:
     def close(self) -> None:
         """Ends the writer; a save that no rank waited for does not count."""
         self._checkpointer.close()
+        self._places = None  # it keeps the optimizer's state
         self._optimizer.before_step = lambda: None
         for manager in self._managers:
             manager.before_write = lambda page_ids: None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Places:
-    """Where a model's tensors lie in stock's global ones, as long as they are the same tensors."""
+    """Where a model's tensors lie in stock's global ones, as long as they are the same tensors in the same memory.
 
-    tensors: tuple[torch.Tensor, ...]
+    What every save would ask for while training waits is kept: ``model``, and the optimizer's pieces by addresses.
+    """
+
+    tensors: list[tuple[torch.Tensor, int]]
     places: list[tuple[torch.Tensor, list[KeyPlace]]]
     markers: list[TensorPiece]
+    model: list[TensorPiece]
+    _optimizer: tuple[tuple[int, ...], list[TensorPiece]] | None = None
 
     @classmethod
     def of(cls, chunks: Sequence[MegaScaleDDP]) -> _Places:
         """Asks stock."""
-        return cls(_tensors(chunks), *model_places(chunks))
+        places, markers = model_places(chunks)
+        return cls(_tensors(chunks), places, markers, model_pieces(places))
 
     def still_hold(self, chunks: Sequence[MegaScaleDDP]) -> bool:
-        """Whether no parameter or buffer has been replaced."""
+        """Whether no parameter or buffer has been replaced or moved."""
         now = _tensors(chunks)
-        return len(now) == len(self.tensors) and all(a is b for a, b in zip(now, self.tensors, strict=True))
+        return len(now) == len(self.tensors) and all(
+            a is b and at == was for (a, at), (b, was) in zip(now, self.tensors, strict=True)
+        )
+
+    def optimizer(self, optimizer: MegaScaleChainedOptimizer) -> list[TensorPiece]:
+        """The pieces of the dense optimizers' state."""
+        now = addresses(optimizer)
+        if self._optimizer is None or self._optimizer[0] != now:
+            self._optimizer = now, optimizer_pieces(optimizer, self.places)
+        return self._optimizer[1]
 
 
-def _tensors(chunks: Sequence[MegaScaleDDP]) -> tuple[torch.Tensor, ...]:
+def _tensors(chunks: Sequence[MegaScaleDDP]) -> list[tuple[torch.Tensor, int]]:
     models = [innermost(chunk) for chunk in chunks]  # stock's wrapper has other things named buffers
-    return tuple(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return [(tensor, tensor.data_ptr()) for model in models for tensor in (*model.parameters(), *model.buffers())]

@@ -100,11 +100,15 @@ def write(root: Path, tag: str, assembly: Assembly) -> Path:
             records.append(store.write(draft, path.removesuffix(".safetensors") + ".json", index))
     except BaseException:
         store.discard_draft(draft)
+        store.release()
         raise
     request = SaveRequest(
         tag=tag, step=assembly.step, values=assembly.values, layout=assembly.layout, versions=assembly.versions
     )
-    return commit(store, request, draft, [Part(records, {"rank": 0, "converted": True}, {})]).folder
+    try:
+        return commit(store, request, draft, [Part(records, {"rank": 0, "converted": True}, {})]).folder
+    finally:
+        store.release()
 
 
 def _dense(assembly: Assembly, path: str) -> tuple[list[Entry], bytes]:

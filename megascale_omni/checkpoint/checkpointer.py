@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from megascale_omni.checkpoint.writing import (
 )
 
 __all__ = ["Checkpointer", "Opened", "RankState", "SaveError", "SaveRequest", "writes_announced"]
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -131,10 +134,10 @@ class Checkpointer:
         self._writer.close()
         if pending is not None and pending.snapshot is not None:
             pending.snapshot.end()
+        self.store.release()
 
     def _begin(self, state: RankState, request: SaveRequest, *, beside: bool) -> Pending:
         draft, base = self._draft(request)
-        base = None if request.full else base
         snapshot = Snapshot(limit_bytes=self.staging_bytes) if beside else None
         submit = self._writer.submit if beside else at_once
         files = RankFiles()
@@ -150,20 +153,25 @@ class Checkpointer:
         return Pending(request, draft, written, files, state.experts, base, submit, snapshot)
 
     def _draft(self, request: SaveRequest) -> tuple[Path, Base | None]:
-        """Makes the draft; with it the base that all ranks have."""
+        """Makes the draft; with it the base that all ranks have, where the checkpoint may be an increment."""
         draft, error = self.store.draft_of(request.tag), None
         if self.ranks.rank == 0:
             try:
                 self.store.draft(request.tag, [mpu_folder(DENSE_MPU), mpu_folder(EXPERTS_MPU)])
             except (OSError, ValueError) as failed:
                 error = described(failed)
-        known = None if self._base is None else self._base.found.checksum
+                self.store.release()
+        base = None if request.full else self._base
+        if base is not None and self.ranks.rank == 0 and not self.store.holds(base.found):
+            logger.warning("%s is no longer what this run saved there: %s is saved whole", self.store.root, request.tag)
+            base = None
+        known = None if base is None else base.found.checksum
         answers = self.ranks.gather((error, known))
         problem = first_of([error for error, _ in answers])
         if problem is not None:
             raise SaveError(self._sentence(request, problem))
         bases = {known for _, known in answers}
-        return draft, self._base if len(bases) == 1 else None
+        return draft, base if len(bases) == 1 else None
 
     def _sentence(self, request: SaveRequest, problem: str) -> str:
         return f"the checkpoint {self.store.root / request.tag} could not be written: {problem}"
@@ -200,6 +208,7 @@ class Checkpointer:
             found = pending.settled.result()
         except Exception as failed:
             error = described(failed)
+        self.store.release()
         error, found = self.ranks.gather((error, found))[0]
         problem = pending.problem or (None if error is None else f"{error} (rank 0)")
         if problem is not None:

@@ -75,18 +75,22 @@ class Place:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    flat = tensor.detach().reshape(-1)
-    return (flat.view(torch.uint8).numpy() if len(flat) else np.empty(0, np.uint8)).data
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    return (flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)).data
 
 
 def read_tensor(tensor: torch.Tensor) -> memoryview:
     """The bytes of any tensor; copied where it is on a device or not contiguous."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        return bytes_of(tensor)
     return bytes_of(tensor.detach().cpu().contiguous())
 
 
-def places(path: str, entries: Sequence[Entry]) -> list[Place]:
-    """Where each entry will be in the file that :func:`write` makes of them."""
-    begin = len(_header(entries))
+def places(path: str, entries: Sequence[Entry], *, header_bytes: int | None = None) -> list[Place]:
+    """Where each entry will be in the file that :func:`write` makes of them; ``header_bytes`` where they are known."""
+    begin = len(header_of(entries)) if header_bytes is None else header_bytes
     found = []
     for entry in entries:
         found.append(Place("", path, begin, begin + entry.nbytes, DTYPES[entry.dtype]))
@@ -102,15 +106,18 @@ def write(
     *,
     digest_name: str,
     release: Callable[[], None] = lambda: None,
+    header: bytes | None = None,
 ) -> FileRecord:
     """Makes the file ``path`` of ``folder``, and returns when it is on disk (its folder is not synced).
 
-    ``release`` is called whenever all chunks that were asked for so far have been written.
+    ``release`` is called whenever all chunks that were asked for so far have been written. ``header``:
+    :func:`header_of` the entries, where it is known.
 
     Raises:
         OSError: of the file system. RuntimeError: chunks of another size than announced.
     """
-    digest, size, header = digests.new(digest_name), 0, _header(entries)
+    header = header_of(entries) if header is None else header
+    digest, size = digests.new(digest_name), 0
     file = files.create(folder / path)
     try:
         for batch in _batches(_all_bytes(header, entries)):
@@ -149,7 +156,8 @@ def _batches(chunks: Iterable[Data]) -> Iterator[list[Data]]:
         yield batch
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def header_of(entries: Sequence[Entry]) -> bytes:
+    """What a file of these entries begins with."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:

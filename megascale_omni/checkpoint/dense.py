@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from megascale_omni.checkpoint.datafile import (
     NAMES,
     Entry,
     Place,
+    header_of,
     places,
     read_into,
     read_tensor,
 )
 from megascale_omni.checkpoint.digests import Data
+from megascale_omni.checkpoint.snapshot import Register
 
-Register = Callable[[object, Callable[[], Data], int], Callable[[], Data]]
-"""(key, read, bytes) -> what the writer calls for these bytes; see :mod:`megascale_omni.checkpoint.snapshot`."""
 DENSE_KEY = "dense"
 """Key of everything that changes in the dense optimizer's step."""
 
@@ -89,18 +90,34 @@ def flat_pieces(
     return pieces
 
 
-def plan(pieces: Iterable[TensorPiece], *, path: str, register: Register) -> tuple[list[Entry], Callable[[], bytes]]:
-    """The entries of this rank's file ``path``, and what makes its index; on any thread, at any time."""
-    chosen = [piece for piece in pieces if piece.writes]
-    counts: Counter[str] = Counter()
-    entries = []
-    for piece in chosen:
-        counts[piece.name] += 1
-        number = counts[piece.name]
-        name = piece.name if number == 1 else f"{piece.name}#{number}"
-        chunks = _chunks(piece, register)
-        entries.append(Entry(name, piece.tensor.dtype, piece.box.shape, chunks))
-    return entries, lambda: _index(chosen, places(path, entries))
+class TensorsPlan:
+    """The tensors that a rank writes to its file ``path``, with their values of now. On any thread, at any time."""
+
+    def __init__(self, pieces: Iterable[TensorPiece], *, path: str, register: Register) -> None:
+        self.path = path
+        self._chosen = [piece for piece in pieces if piece.writes]
+        self._chunks = [_chunks(piece, register) for piece in self._chosen]
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The entries of the file."""
+        counts: Counter[str] = Counter()
+        entries = []
+        for piece, chunks in zip(self._chosen, self._chunks, strict=True):
+            counts[piece.name] += 1
+            number = counts[piece.name]
+            name = piece.name if number == 1 else f"{piece.name}#{number}"
+            entries.append(Entry(name, piece.tensor.dtype, piece.box.shape, chunks))
+        return entries
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file's header."""
+        return header_of(self.entries)
+
+    def index(self) -> bytes:
+        """What says where the tensors are."""
+        return _index(self._chosen, places(self.path, self.entries, header_bytes=len(self.header)))
 
 
 def _index(pieces: Sequence[TensorPiece], where: Sequence[Place]) -> bytes:
@@ -118,24 +135,18 @@ def _index(pieces: Sequence[TensorPiece], where: Sequence[Place]) -> bytes:
 
 
 def _chunks(piece: TensorPiece, register: Register) -> list[Callable[[], Data]]:
-    tensor = piece.tensor.detach()
+    tensor = piece.tensor
     if not piece.live:
-        held = tensor.clone()
-        return [lambda: read_tensor(held)]
-    if not tensor.is_contiguous():
-        size = tensor.numel() * tensor.dtype.itemsize
-        return [register(DENSE_KEY, lambda: read_tensor(tensor), size)]
-    flat, step = tensor.view(-1), max(1, CHUNK_BYTES // tensor.dtype.itemsize)
+        return [partial(read_tensor, tensor.detach().clone())]
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    if nbytes <= CHUNK_BYTES or not tensor.is_contiguous():
+        return [register(DENSE_KEY, partial(read_tensor, tensor), nbytes)]
+    flat, step = tensor.detach().view(-1), max(1, CHUNK_BYTES // tensor.dtype.itemsize)
     result = []
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step]
-        read = _reader(part)
-        result.append(register(DENSE_KEY, read, part.numel() * part.dtype.itemsize))
+        result.append(register(DENSE_KEY, partial(read_tensor, part), part.numel() * part.dtype.itemsize))
     return result
-
-
-def _reader(part: torch.Tensor) -> Callable[[], Data]:
-    return lambda: read_tensor(part)
 
 
 @dataclass(frozen=True)

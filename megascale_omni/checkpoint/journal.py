@@ -28,7 +28,8 @@ class Journal:
         self.replayed = 0
         self.differing: list[int] = []
         self._known: dict[int, dict[str, object]] = {}
-        text = self.path.read_text() if self.path.exists() else ""
+        self._told = False
+        text = self.path.read_text(errors="replace") if self.path.exists() else ""
         self._torn = bool(text) and not text.endswith("\n")
         for line in text.splitlines():
             try:
@@ -38,7 +39,10 @@ class Journal:
                 continue  # the line that a crash cut off
 
     def record(self, step: int, *, loss: float, learning_rate: float, position: int) -> None:
-        """Adds a step, or compares it with what it was the first time; a difference is an error in the log."""
+        """Adds a step, or compares it with what it was the first time; a difference is an error in the log.
+
+        So is a journal that cannot be written, once: no step depends on it.
+        """
         entry: dict[str, object] = {
             "step": step,
             "loss": loss.hex(),
@@ -59,7 +63,13 @@ class Journal:
                     ", ".join(f"{key} {entry[key]} instead of {known.get(key)}" for key in wrong),
                 )
         self._known[step] = entry
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(("\n" if self._torn else "") + json.dumps(entry) + "\n")
-        self._torn = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(("\n" if self._torn else "") + json.dumps(entry) + "\n")
+            self._torn = self._told = False
+        except OSError as error:
+            self._torn = True
+            if not self._told:
+                logger.error("the journal %s cannot be written: %s; training goes on", self.path, error)
+            self._told = True

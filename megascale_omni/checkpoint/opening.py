@@ -48,6 +48,21 @@ class Opened:
         )
 
 
+def check_kind(opened: Opened, names: Sequence[str], *, kind: str) -> None:
+    """Refuses a checkpoint of another kind of run before anything is loaded: one whose manifest lacks values ``names``.
+
+    Raises:
+        ValueError: names what is missing, and what saved it.
+    """
+    missing = [name for name in names if name not in opened.manifest.values]
+    if missing:
+        made = ", ".join(f"{package} {version}" for package, version in sorted(opened.manifest.versions.items()))
+        raise ValueError(
+            f"checkpoint {opened.folder} was not saved by {kind}: it has no {', '.join(missing)} (saved with {made}); "
+            "runs of other frameworks take weights from it as megascale checkpoint convert makes them"
+        )
+
+
 def open_newest(root: Path, ranks: Ranks, *, tag: str | None = None) -> Opened | None:
     """The newest whole checkpoint, or the one named ``tag``, checked to the last byte; None where there is none.
 

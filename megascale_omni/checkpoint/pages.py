@@ -16,17 +16,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from megascale_omni.checkpoint.datafile import Entry, Place, places, read_tensor
-from megascale_omni.checkpoint.dense import Register
+from megascale_omni.checkpoint.datafile import Entry, Place, header_of, places, read_tensor
 from megascale_omni.checkpoint.digests import Data
+from megascale_omni.checkpoint.snapshot import Register
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards
 from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import ABSENT
 
@@ -86,29 +88,45 @@ class StoredPage:
 
 @dataclass(frozen=True)
 class PagesPlan:
-    """What a rank writes, as the state is now.
+    """What a rank writes to its data file ``path``, as the state is now. What it makes of that, on any thread, later.
 
     Attributes:
-        entries: of its data file ``path``. listed: pages, with each plane's number among the entries, or its place in
-        an earlier checkpoint. modules, optimizer: of the index.
+        pages: piece, page, last step, and for each plane what gives its bytes, or its place in an earlier checkpoint.
+        modules, optimizer: of the index.
     """
 
     path: str
-    entries: list[Entry]
-    listed: list[tuple[PageAt, int, int, dict[str, Place | int]]]
+    pages: list[tuple[ExpertsPiece, PageName, int, dict[Plane, Place | Callable[[], Data]]]]
     modules: dict[str, Any]
     optimizer: dict[str, Any] | None
 
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The entries of the file."""
+        return [
+            _entry(piece, name, plane, source)
+            for piece, name, _, planes in self.pages
+            for plane, source in planes.items()
+            if not isinstance(source, Place)
+        ]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file's header."""
+        return header_of(self.entries)
+
     def stored(self) -> dict[PageAt, StoredPage]:
-        """The pages as the index has them, and as the next increment sees them. On any thread, at any time."""
-        written = places(self.path, self.entries)
-        return {
-            at: StoredPage(at, stop, last, {k: written[p] if isinstance(p, int) else p for k, p in planes.items()})
-            for at, stop, last, planes in self.listed
-        }
+        """The pages as the index has them, and as the next increment sees them."""
+        written = iter(places(self.path, self.entries, header_bytes=len(self.header)))
+        result = {}
+        for piece, name, last, planes in self.pages:
+            at, stop = piece.at(name), piece.experts.layout.neurons(name[1]).stop
+            where = {p.name.lower(): s if isinstance(s, Place) else next(written) for p, s in planes.items()}
+            result[at] = StoredPage(at, stop, last, where)
+        return result
 
     def index(self, stored: Mapping[PageAt, StoredPage]) -> bytes:
-        """The index. On any thread, at any time."""
+        """The index."""
         pages = [
             [*page.at, page.stop, page.last_step, {label: place.as_list() for label, place in page.planes.items()}]
             for page in stored.values()
@@ -124,13 +142,12 @@ def plan(
     register: Register,
     base: Mapping[PageAt, StoredPage] | None,
 ) -> PagesPlan:
-    """The entries of this rank's page file ``path``.
+    """What this rank writes to its page file ``path``.
 
     ``base``: pages as the last checkpoint has them; those that have not changed since are referred to. Without an
     optimizer weights are caught up and stored alone.
     """
-    entries: list[Entry] = []
-    pages: list[tuple[PageAt, int, int, dict[str, Place | int]]] = []
+    pages: list[tuple[ExpertsPiece, PageName, int, dict[Plane, Place | Callable[[], Data]]]] = []
     for piece in pieces:
         owned = piece.share.owned(piece.experts)
         if adam is None:
@@ -138,21 +155,19 @@ def plan(
         frozen = adam is not None and piece.experts not in adam.bindings
         columns = _Columns.of(piece.experts, owned, with_state=adam is not None)
         for row, name in enumerate(owned):
-            at, neurons = piece.at(name), piece.experts.layout.neurons(name[1])
-            known = base.get(at) if base is not None else None
-            planes: dict[str, Place | int] = {}
+            known = base.get(piece.at(name)) if base is not None else None
+            planes: dict[Plane, Place | Callable[[], Data]] = {}
             for plane in columns.planes(piece.experts, row, name):
                 label = plane.name.lower()
                 if known is not None and label in known.planes and not columns.changed[plane][row]:
-                    planes[label] = known.planes[label]
+                    planes[plane] = known.planes[label]
                 else:
-                    planes[label] = len(entries)
-                    entries.append(_entry(piece, name, plane, int(columns.ids[plane][row]), register))
+                    planes[plane] = _chunk(piece.experts, name, plane, int(columns.ids[plane][row]), register)
             # Frozen experts miss no step: nothing is applied to them.
             last = adam.num_steps if frozen and adam is not None else int(columns.last_step[row])
-            pages.append((at, neurons.stop, last, planes))
+            pages.append((piece, name, last, planes))
     optimizer = None if adam is None else _optimizer_index(adam)
-    return PagesPlan(path, entries, pages, _modules_index(pieces, adam), optimizer)
+    return PagesPlan(path, pages, _modules_index(pieces, adam), optimizer)
 
 
 def mark_saved(pieces: Iterable[ExpertsPiece], changed: bool = False) -> None:
@@ -194,22 +209,27 @@ def _master_is_weights(experts: PagedExperts, name: PageName) -> bool:
         return torch.equal(weights.page(*name).float(), masters.page(*name))
 
 
-def _entry(piece: ExpertsPiece, name: PageName, plane: Plane, page_id: int, register: Register) -> Entry:
+def _entry(piece: ExpertsPiece, name: PageName, plane: Plane, chunk: Callable[[], Data]) -> Entry:
     experts = piece.experts
-    numel, dtype = experts.layout.page_numel(name[1]), experts.pages.dtypes[plane]
     path, expert, start = piece.at(name)
-    chunk = register(page_id, _reader(experts, plane, name, page_id), numel * dtype.itemsize)
+    numel, dtype = experts.layout.page_numel(name[1]), experts.pages.dtypes[plane]
     return Entry(f"{path}|{expert}|{start}|{plane.name.lower()}", dtype, (numel,), [chunk])
 
 
-def _reader(experts: PagedExperts, plane: Plane, name: PageName, page_id: int) -> Callable[[], Data]:
-    def read() -> Data:
-        if not experts.manager.pager.can_evict:  # it stays where it is: any thread may look
-            return read_tensor(experts.manager.page_tensor(page_id))
-        with experts.lease(plane, [name]) as lease:
-            return read_tensor(lease.page(*name).clone())
+def _chunk(experts: PagedExperts, name: PageName, plane: Plane, page_id: int, register: Register) -> Callable[[], Data]:
+    manager = experts.manager
+    numel = experts.layout.page_numel(name[1])
+    moves = manager.pager.can_evict
+    read = _copying(manager, page_id) if moves else _reading(manager, page_id, numel)
+    return register(page_id, read, numel * experts.pages.dtypes[plane].itemsize, copies=moves)
 
-    return read
+
+def _reading(manager: ExpertManager, page_id: int, numel: int) -> Callable[[], Data]:
+    return lambda: read_tensor(manager.pager.tensor(page_id)[:numel])  # it stays where it is: any thread may look
+
+
+def _copying(manager: ExpertManager, page_id: int) -> Callable[[], Data]:
+    return lambda: read_tensor(manager.page_copy(page_id))
 
 
 def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> dict[str, Any]:

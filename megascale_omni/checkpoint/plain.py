@@ -19,6 +19,7 @@ from megascale_omni.checkpoint import rng
 from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
 from megascale_omni.checkpoint.dense import TensorPiece, whole_piece
+from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.pages import ExpertsPiece
 from megascale_omni.checkpoint.ranks import Ranks
 from megascale_omni.experts.module import PagedExperts
@@ -92,6 +93,7 @@ def load_checkpoint(
     opened = checkpoints.open(tag)
     if opened is None:
         return None
+    check_kind(opened, ("run", "groups", "optimizer"), kind="save_checkpoint")
     values = opened.manifest.values
     tensors = _model_pieces(training, ranks)
     optimizer = training.optimizer if include_optimizer else None

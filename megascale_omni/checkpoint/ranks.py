@@ -50,12 +50,16 @@ class GroupRanks:
 
     def gather(self, value: T) -> list[T]:
         """See :class:`Ranks`."""
+        if self.size == 1:
+            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all(self, value: bool) -> bool:
         """See :class:`Ranks`."""
+        if self.size == 1:
+            return value
         cuda = dist.get_backend(self.group) == "nccl"
         flag = torch.tensor([int(value)], device="cuda" if cuda else "cpu")
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)

@@ -9,6 +9,8 @@ that few chunks are in question.
 
     PENDING -> WRITING -> DONE         read in place by the writer
     PENDING -> STAGED  -> WRITING -> DONE    copied first
+
+A chunk whose bytes may move meanwhile is copied by the writer, when its turn has come, and is DONE with that.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from megascale_omni.checkpoint.digests import Data
 
@@ -34,10 +37,22 @@ class ChunkState(enum.Enum):
     DONE = "done"
 
 
+class Register(Protocol):
+    """How a save is told of bytes: what they change with, what reads them, how many they are.
+
+    ``copies``: ``read`` makes a copy. The writer calls the result when it writes them.
+    """
+
+    def __call__(
+        self, key: object, read: Callable[[], Data], nbytes: int, *, copies: bool = False
+    ) -> Callable[[], Data]: ...
+
+
 @dataclass
 class _Chunk:
     read: Callable[[], Data]
     nbytes: int
+    copies: bool = False
     state: ChunkState = ChunkState.PENDING
     staged: bytes | None = None
 
@@ -58,9 +73,11 @@ class Snapshot:
         self._ended = False
         self._changed = threading.Condition()
 
-    def register(self, key: object, read: Callable[[], Data], nbytes: int) -> Callable[[], Data]:
-        """Adds a chunk that changes with ``key``; the writer calls the result for its bytes, chunk after chunk."""
-        chunk = _Chunk(read, nbytes)
+    def register(
+        self, key: object, read: Callable[[], Data], nbytes: int, *, copies: bool = False
+    ) -> Callable[[], Data]:
+        """Adds a chunk; see :class:`Register`."""
+        chunk = _Chunk(read, nbytes, copies)
         self._chunks.setdefault(key, []).append(chunk)
         return lambda: self._take(chunk)
 
@@ -70,8 +87,16 @@ class Snapshot:
         """The chunk's bytes, which the trainer leaves alone until the writer releases them."""
         with self._changed:
             chunk.state = ChunkState.WRITING
-            self._current.append(chunk)
-        return chunk.staged if chunk.staged is not None else chunk.read()
+            if chunk.staged is not None or not chunk.copies:
+                self._current.append(chunk)
+                if chunk.staged is not None:
+                    return chunk.staged
+        data = chunk.read()
+        if chunk.copies:
+            with self._changed:
+                chunk.state = ChunkState.DONE
+                self._changed.notify_all()
+        return data
 
     def release(self) -> None:
         """What was taken so far has been written."""
@@ -135,6 +160,6 @@ class Snapshot:
                     self.peak_staged_bytes = max(self.peak_staged_bytes, self._staged_bytes)
 
 
-def in_order(key: object, read: Callable[[], Data], nbytes: int) -> Callable[[], Data]:
+def in_order(key: object, read: Callable[[], Data], nbytes: int, *, copies: bool = False) -> Callable[[], Data]:
     """For saves during which nothing changes: chunks are read when they are written."""
     return read

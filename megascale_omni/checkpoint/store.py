@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megascale_omni.checkpoint import digests
 from megascale_omni.checkpoint.filesystem import FileSystem, LocalFileSystem, write_file
+from megascale_omni.checkpoint.folder_lock import FolderLock
 from megascale_omni.checkpoint.manifest import (
     MANIFEST,
     REPLACED,
@@ -46,17 +47,38 @@ class Found:
     checksum: str
 
 
-def list_checkpoints(root: Path) -> tuple[list[Found], list[CheckpointError]]:
-    """The checkpoints under ``root`` whose manifests can be read, newest first, and what is wrong with the others."""
+Known = dict[Path, tuple[tuple[int, int, int], Found]]
+"""Checkpoints that were read before: time, size and inode of the manifest, and what it said."""
+
+
+def list_checkpoints(root: Path, known: Known | None = None) -> tuple[list[Found], list[CheckpointError]]:
+    """The checkpoints under ``root`` whose manifests can be read, newest first, and what is wrong with the others.
+
+    Manifests that are ``known`` are not read again; it becomes what was found.
+    """
     found, broken = [], []
+    known = {} if known is None else known
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         if folder.name.startswith(".") or not _is_checkpoint(folder):
             continue
         try:
-            found.append(Found(folder, *read_manifest(folder)))
+            now = _signature(folder)
+            if folder not in known or known[folder][0] != now:
+                known[folder] = now, Found(folder, *read_manifest(folder))
+            found.append(known[folder][1])
         except CheckpointError as error:
             broken.append(error)
+    for folder in known.keys() - {f.folder for f in found}:
+        del known[folder]
     return sorted(found, key=lambda f: f.manifest.sequence, reverse=True), broken
+
+
+def _signature(folder: Path) -> tuple[int, int, int]:
+    try:
+        status = (folder / MANIFEST).stat()
+    except OSError as error:
+        raise CheckpointError(folder, [f"{MANIFEST} cannot be read: {error.strerror or error}"]) from error
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def is_store(root: Path) -> bool:
@@ -89,17 +111,23 @@ class Store:
     files: FileSystem = field(default_factory=LocalFileSystem)
     keep: int | None = None
     digest: str = field(default_factory=digests.default_name)
+    _known: Known = field(default_factory=dict, init=False, repr=False)
+    _lock: FolderLock = field(default_factory=FolderLock, init=False, repr=False)
 
     def draft_of(self, tag: str) -> Path:
         """Where the draft of a checkpoint is made."""
         return self.root / f"{DRAFT}{tag}"
 
     def draft(self, tag: str, folders: Sequence[str]) -> None:
-        """Makes an empty draft with ``folders``, and removes what a crash left of earlier ones."""
+        """Makes an empty draft with ``folders``, and removes what a crash left of earlier ones.
+
+        No other run may save to the folder until :meth:`release`. Raises ValueError where one does, or a bad tag.
+        """
         if not tag or tag.startswith(".") or "/" in tag or tag.endswith(REPLACED):
             raise ValueError(f"tag {tag!r} cannot name a checkpoint's folder")
         if not self.root.is_dir():
             self.root.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire(self.root)
         for left in sorted(self.root.iterdir()):
             if left.name.startswith((DRAFT, TRASH)):
                 self.files.remove(left)
@@ -108,9 +136,20 @@ class Store:
         for folder in folders:
             self.files.make_folder(path / folder)
 
+    def release(self) -> None:
+        """The save is over, however it ended."""
+        self._lock.release()
+
+    def holds(self, base: Found) -> bool:
+        """Whether a checkpoint and all that it needs are still there, and are what they were."""
+        found, _ = list_checkpoints(self.root, self._known)
+        here = {f.folder.name: f.checksum for f in found}
+        wanted = {**base.manifest.needs, base.manifest.tag: base.checksum}
+        return all(here.get(tag) == checksum for tag, checksum in wanted.items())
+
     def next_sequence(self) -> int:
         """The sequence number of a checkpoint that is newer than all that there are."""
-        found, _ = list_checkpoints(self.root)
+        found, _ = list_checkpoints(self.root, self._known)
         return 1 + max((f.manifest.sequence for f in found), default=0)
 
     def write(self, draft: Path, path: str, data: bytes) -> FileRecord:
@@ -147,7 +186,7 @@ class Store:
 
     def collect(self) -> list[Path]:
         """Removes replaced checkpoints and those beyond ``keep`` that none of the kept ones needs."""
-        found, _ = list_checkpoints(self.root)
+        found, _ = list_checkpoints(self.root, self._known)
         tags = {f.folder.name for f in found}
         gone = [f.folder for f in found if f.folder.name.endswith(REPLACED) and f.manifest.tag in tags]
         rest = [f for f in found if f.folder not in gone]

@@ -137,22 +137,23 @@ def plan_files(
 ) -> RankFiles:
     """Takes the state as it is now; with a ``snapshot`` the bytes are read later, and copied before they change.
 
-    Pages whose bytes move between tiers are written at once: another thread could not read them.
+    Pages that move to and from an accelerator are written at once: there only the main thread may copy them.
     """
     files = RankFiles()
-    paged_away = any(piece.experts.manager.pager.can_evict for piece in state.experts)
+    managers = [piece.experts.manager for piece in state.experts]
+    on_device = any(manager.pager.can_evict and manager.arena.device.type != "cpu" for manager in managers)
     register = in_order if snapshot is None else snapshot.register
     release = (lambda: None) if snapshot is None else snapshot.release
     path = f"{mpu_folder(DENSE_MPU)}/{rank:05d}.safetensors"
-    entries, index = dense.plan(state.tensors, path=path, register=register)
-    files.jobs.append(partial(_write_data, store, draft, path, entries, release))
-    files.jobs.append(lambda: store.write(draft, _index_of(path), index()))
+    tensors = dense.TensorsPlan(state.tensors, path=path, register=register)
+    files.jobs.append(partial(_write_data, store, draft, tensors, release))
+    files.jobs.append(lambda: store.write(draft, _index_of(path), tensors.index()))
     if state.experts:
         plan = pages.plan(
             state.experts,
             state.adam if request.include_optimizer else None,
             path=f"{mpu_folder(EXPERTS_MPU)}/{rank:05d}.safetensors",
-            register=in_order if paged_away else register,
+            register=in_order if on_device else register,
             base=None if base is None else base.pages,
         )
 
@@ -160,8 +161,8 @@ def plan_files(
             files.pages = plan.stored()
             return store.write(draft, _index_of(plan.path), plan.index(files.pages))
 
-        data = partial(_write_data, store, draft, plan.path, plan.entries, (lambda: None) if paged_away else release)
-        if paged_away:
+        data = partial(_write_data, store, draft, plan, (lambda: None) if on_device else release)
+        if on_device:
             files.written += [data(), write_index()]
         else:
             files.jobs += [data, write_index]
@@ -174,9 +175,17 @@ def _index_of(path: str) -> str:
 
 
 def _write_data(
-    store: Store, draft: Path, path: str, entries: Sequence[datafile.Entry], release: Callable[[], None]
+    store: Store, draft: Path, plan: dense.TensorsPlan | pages.PagesPlan, release: Callable[[], None]
 ) -> FileRecord:
-    return datafile.write(store.files, draft, path, entries, digest_name=store.digest, release=release)
+    return datafile.write(
+        store.files,
+        draft,
+        plan.path,
+        plan.entries,
+        digest_name=store.digest,
+        release=release,
+        header=plan.header,
+    )
 
 
 @dataclass(frozen=True)

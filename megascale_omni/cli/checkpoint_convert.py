@@ -39,11 +39,29 @@ def format_of(folder: Path) -> str:
         raise ValueError(f"{folder} is not a folder")
     if (folder / MANIFEST).is_file() or is_store(folder):
         return PAGED
+    _refuse_by_name(folder)
     if (folder / "latest_checkpointed_iteration.txt").is_file() or (folder / "common.pt").is_file():
         return TORCH_DIST
     if any(folder.glob("*.safetensors")):
         return HF
     raise ValueError(f"{folder} holds no checkpoint of a known format: {', '.join(FORMATS)}")
+
+
+def _refuse_by_name(folder: Path) -> None:
+    """Says what is known about formats that are not read."""
+    inside = ("*", "*/*")
+    if any(any(folder.glob(f"{at}model_states.pt")) for at in inside):
+        raise ValueError(
+            f"{folder} is DeepSpeed's own checkpoint, whose files belong to a ZeRO stage and a number of ranks: load it "
+            "in a run like the one that saved it, and save there with deepspeed_ext.elastic.save_elastic; or take its "
+            "weights with DeepSpeed's zero_to_fp32"
+        )
+    old = any(any(folder.glob(f"{at}/model_optim_rng.pt")) for at in inside)
+    if old and not any(folder.glob("*/common.pt")):
+        raise ValueError(
+            f"{folder} is in Megatron's old format torch: load it with Megatron-LM, and save with "
+            "--ckpt-format torch_dist"
+        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -151,6 +151,6 @@ class HostTier:
         for source, target in arena.moves_to_compact(slot_class, still):
             arena.take(slot_class, target)
             arena.tensor(slot_class, target).copy_(arena.tensor(slot_class, source))
+            table.shift(owners[source], target)
             arena.free(slot_class, source)
-            table.slot[owners[source]] = target
         return arena.trim(slot_class)

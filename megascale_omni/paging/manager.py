@@ -462,6 +462,11 @@ class ExpertManager:
         key = self.numbering.key(page_id)
         return self.pager.tensor(page_id)[: self._modules[key.module].layout.page_numel(key.slice)]
 
+    def page_copy(self, page_id: int) -> torch.Tensor:
+        """A copy of a page's elements, wherever the page is; see :func:`megascale_omni.paging.readers.copy_of`."""
+        key = self.numbering.key(page_id)
+        return self.pager.copy(page_id)[: self._modules[key.module].layout.page_numel(key.slice)]
+
     def page_views(self, page_id: int) -> PageViews:
         """The operand views of a leased page."""
         views = self._views.get(page_id)

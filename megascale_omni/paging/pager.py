@@ -26,6 +26,7 @@ from megascale_omni.paging.host import HostTier
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
+from megascale_omni.paging.readers import copy_of
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
@@ -82,6 +83,10 @@ class Pager:
     def tensor(self, page_id: int) -> torch.Tensor:
         """The whole slot of a page in the device arena."""
         return self._tensors[page_id]
+
+    def copy(self, page_id: int) -> torch.Tensor:
+        """See :func:`megascale_omni.paging.readers.copy_of`. On any thread."""
+        return copy_of(page_id, self.table, self.tiers)
 
     def create(self, page_id: int) -> None:
         """Gives an absent page a slot; contents are undefined."""
@@ -203,8 +208,8 @@ class Pager:
             device.take(slot_class, target)
             device.tensor(slot_class, target).copy_(device.tensor(slot_class, source))
             self._left(page_id)
+            table.shift(page_id, target)
             device.free(slot_class, source)
-            table.slot[page_id] = target
             self._arrived(page_id, target)
             self.counts["pages_moved"] += 1
         return device.trim(slot_class)

@@ -8,6 +8,7 @@ import numpy as np
 
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.planes import PageNumbering
+from megascale_omni.paging.readers import Readers
 from megascale_omni.paging.tiers import ABSENT, DEVICE, TierKind
 
 
@@ -34,7 +35,7 @@ class PageTable:
     Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
     current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied, kept in the weight
     plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the
-    disk file, -1 none), ``changed`` (since the last checkpoint).
+    disk file, -1 none), ``changed`` (since the last checkpoint). ``readers``: other threads that want pages to stay.
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
@@ -49,6 +50,7 @@ class PageTable:
         self.class_index = np.zeros(0, dtype=np.int16)
         self.disk_offset = np.zeros(0, dtype=np.int64)
         self.changed = np.zeros(0, dtype=np.bool_)
+        self.readers = Readers()
 
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
@@ -90,8 +92,14 @@ class PageTable:
                 f"{self.numbering.describe(page_id)} moves while it is {self.state(page_id).value} with "
                 f"{self.pins[page_id]} leases"
             )
-        self.tier[page_id] = int(tier)
-        self.slot[page_id] = slot
+        with self.readers.moving(page_id):
+            self.tier[page_id] = int(tier)
+            self.slot[page_id] = slot
+
+    def shift(self, page_id: int, slot: int) -> None:
+        """Records that a page's bytes are in another slot of the same tier now."""
+        with self.readers.moving(page_id):
+            self.slot[page_id] = slot
 
     def remove(self, page_id: int) -> int:
         """Makes an unpinned page absent and returns the slot it had."""
@@ -102,8 +110,9 @@ class PageTable:
                 f"{self.numbering.describe(page_id)} is removed while {self.pins[page_id]} leases hold it"
             )
         slot = int(self.slot[page_id])
-        self.tier[page_id] = ABSENT
-        self.slot[page_id] = -1
+        with self.readers.moving(page_id):
+            self.tier[page_id] = ABSENT
+            self.slot[page_id] = -1
         self.dirty[page_id] = False
         return slot
 

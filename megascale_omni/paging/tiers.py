@@ -19,6 +19,9 @@ from megascale_omni.paging.layout import MIB, SLOT_ALIGNMENT, SlotClass
 
 SEGMENT_BYTES = 8 * MIB
 """Segments are at most about this large (or one slot), so that memory follows the slots taken closely."""
+LARGE_PAGE_BYTES = 2 * MIB
+"""Segments of at least this size ask the system for large pages: direct io pins memory page by page, which at 4 KiB
+takes more of a processor than all else about a write."""
 
 
 class TierKind(enum.IntEnum):
@@ -128,7 +131,9 @@ class Arena:
             for slot in sorted(space.free)[needed:]:
                 segment, place = divmod(slot, space.slots_per_segment)
                 if segment in space.mappings:
-                    space.mappings[segment].madvise(mmap.MADV_DONTNEED, place * slot_class.nbytes, slot_class.nbytes)
+                    mapping = space.mappings[segment]
+                    _advise(mapping, "MADV_NOHUGEPAGE")  # or the system fills the gap again, to make a large page
+                    mapping.madvise(mmap.MADV_DONTNEED, place * slot_class.nbytes, slot_class.nbytes)
         return freed
 
     # -- slots ---------------------------------------------------------------------------------------------------------
@@ -229,7 +234,7 @@ class Arena:
 
     def _grow(self, slot_class: SlotClass, space: _SlotSpace) -> None:
         shape = (space.slots_per_segment, slot_class.stride)
-        segment, mapping = _aligned_empty(shape, dtype=slot_class.dtype, device=self.device, pin=self._pin)
+        segment, mapping = _segment(shape, dtype=slot_class.dtype, device=self.device, pin=self._pin)
         if None in space.segments:
             index = space.segments.index(None)
             space.segments[index] = segment
@@ -243,7 +248,20 @@ class Arena:
         self._bytes += space.slots_per_segment * slot_class.nbytes
 
 
-def _aligned_empty(
+def _advise(mapping: mmap.mmap, advice: str) -> None:
+    """Advice about all of a mapping, where the system takes it: what it does not know changes no result."""
+    try:
+        mapping.madvise(getattr(mmap, advice))
+    except (AttributeError, OSError):
+        return
+
+
+def aligned_empty(shape: tuple[int, int], *, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor that direct io can use. Its memory returns to the system when it goes."""
+    return _segment(shape, dtype=dtype, device=torch.device("cpu"), pin=False)[0]
+
+
+def _segment(
     shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, pin: bool
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
     """An uninitialised tensor and the mapping that it lies in, where it has one of its own.
@@ -258,6 +276,8 @@ def _aligned_empty(
             # A mapping of its own: when the segment goes, its memory returns to the system, which an allocator's may
             # not. Private, so that it counts as this process's data; the system begins it at a page.
             mapped = mmap.mmap(-1, numel * itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if numel * itemsize >= LARGE_PAGE_BYTES:
+                _advise(mapped, "MADV_HUGEPAGE")
             return torch.frombuffer(mapped, dtype=dtype, count=numel).view(shape), mapped
         raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
         start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveRequest
 from scripts.deepspeed_runs.models import Size
 from scripts.deepspeed_runs.proof import Case
 from tests.distributed.pool import Pools, RanksRaised
@@ -34,6 +35,14 @@ def test_the_same_layout_goes_on_to_the_bit(pools: Pools, tmp_path: Path) -> Non
     saved = pools[2].run(ranks.saved_elastic, case=case, folder=str(tmp_path))
     loaded = pools[2].run(ranks.loaded_elastic, case=case, folder=str(tmp_path))
     assert [losses for _, losses, _ in loaded] == [losses for _, losses in saved]
+
+
+def test_a_checkpoint_of_another_framework_is_refused_by_every_rank(pools: Pools, tmp_path: Path) -> None:
+    request = SaveRequest(tag="t", step=1, values={"run": {}, "schedule": None, "optimizer": True, "rng": True})
+    Checkpointer(tmp_path).save(RankState([]), request)
+    with pytest.raises(RanksRaised, match=r"was not saved by a DeepSpeed run .*it has no client, position") as caught:
+        pools[2].run(ranks.loaded_elastic, case=replace(FEW_TOKENS, stage=1), folder=str(tmp_path))
+    assert caught.value.ranks == [0, 1]
 
 
 def test_another_model_is_refused_by_every_rank(pools: Pools, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveRequest
+from tests.distributed.pool import RanksRaised
 from tests.integration.megatron_ext.runs import (
     DISTRIBUTED_OPTIMIZER,
     EXPERT_PARALLEL,
@@ -89,6 +91,15 @@ def test_a_resumed_run_goes_on_to_the_bit(pools, corpus, tmp_path, world, option
     straight = pools[world].run(run_and_save, corpus=corpus, options=options, folder=one, more=4)
     resumed = pools[world].run(load_and_save, corpus=corpus, options=options, source=one, target=other, more=4)
     assert [found for found, _ in resumed] == straight
+
+
+def test_a_checkpoint_of_another_framework_is_refused(pools, corpus, tmp_path):
+    request = SaveRequest(tag="t", step=1, values={"run": {}, "client": {}, "groups": []})
+    Checkpointer(tmp_path / "theirs").save(RankState([]), request)
+    with pytest.raises(RanksRaised, match="was not saved by a Megatron run: it has no schedule, optimizer, rng"):
+        pools[2].run(
+            load_and_save, corpus=corpus, options=PAGED, source=str(tmp_path / "theirs"), target=str(tmp_path / "mine")
+        )
 
 
 def test_stock_format_becomes_ours_and_ours_becomes_stocks(pools, corpus, tmp_path):

@@ -12,6 +12,7 @@ from megascale_omni.checkpoint.manifest import verify
 from megascale_omni.checkpoint.store import list_checkpoints
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
+from megascale_omni.paging.tiers import DEVICE
 from tests.unit.checkpoint.runs import Layout, Run, ThreadRanks, load_newest, touched
 from tests.unit.experts.paged import CPU
 
@@ -182,32 +183,73 @@ def test_ranks_fail_together(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pages_that_are_away_are_saved_and_loaded(tmp_path):
-    """With a budget pages move while they are saved: they are written at once, the rest beside training."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+def paged(scratch: Path, *, host_pages: int = 0) -> Run:
+    scratch.mkdir(exist_ok=True)
+    options = PagingOptions(
+        device_budget=Budget(nbytes=24 * 8192), host_budget=Budget(nbytes=host_pages * 8192), disk_path=scratch
+    )
+    return Run(0, Layout(), manager=ExpertManager(device=CPU, options=options, poison=True))
 
-    def paged() -> Run:
-        options = PagingOptions(device_budget=Budget(nbytes=24 * 8192), disk_path=scratch)
-        return Run(0, Layout(), manager=ExpertManager(device=CPU, options=options, poison=True))
 
-    run = paged()
+@pytest.mark.parametrize("host_pages", [0, 12])
+@pytest.mark.parametrize(("stop_at", "staging_bytes"), [(1, 1 << 30), (30, 1 << 30), (30, 40_000), (60, 0)])
+def test_pages_that_move_are_saved_beside_training(tmp_path, stop_at, staging_bytes, host_pages):
+    """With a budget pages come, go, change and are moved together while the save reads them."""
+    run, files = paged(tmp_path / "scratch", host_pages=host_pages), SlowFiles(stop_at)
     for number in range(1, 6):
         run.step(number, touched(number))
     store = tmp_path / "store"
-    checkpoints = Checkpointer(store)
+    checkpoints = Checkpointer(store, files=files, staging_bytes=staging_bytes)
     with writes_announced(checkpoints, run.state().experts):
         assert checkpoints.save_beside(run.state(), SaveRequest(tag="t5", step=5)) is None
-        checkpoints.before_step()
-        run.step(6, touched(6))
+        assert files.reached.wait(TIMEOUT_SECONDS)
+        evicted = run.manager.stats()["pages_evicted"]
+        releaser = threading.Timer(0.05, files.go.set)  # where copies have no room the step waits for the writer
+        releaser.start()
+        for number in (6, 7):
+            checkpoints.before_step()
+            run.step(number, {path: [0, 1, 2, 3] for path in touched(1)})
+            run.manager.resize(Budget(nbytes=(64 if number == 6 else 48) * 8192))
+        releaser.join()
         assert checkpoints.finish() is None
-    assert run.manager.stats()["pages_evicted"] > 0
+    assert run.manager.stats()["pages_evicted"] > evicted
+    assert checkpoints.last_staged_bytes <= staging_bytes
     run.manager.check_integrity()
     assert_same(load(store), at_step(5))
-    other = paged()
+    other = paged(tmp_path / "other")
     load_newest(checkpoints, other)
     other.manager.check_integrity()
     assert_same(other, at_step(5))
     checkpoints.close()
     run.manager.close()
     other.manager.close()
+
+
+def test_a_page_that_is_read_stays_where_it_is(tmp_path):
+    """A reader on another thread holds a move of its page back, and of no other."""
+    run = paged(tmp_path / "scratch")
+    run.step(1, touched(1))
+    table, pages = run.manager.table, []
+    here = (table.tier == DEVICE).nonzero()[0].tolist()
+    inside, done = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with table.readers.reading(here[0]):
+            inside.set()
+            assert done.wait(TIMEOUT_SECONDS)
+            pages.append("read")
+
+    def move(page_id: int) -> None:
+        with table.readers.moving(page_id):
+            pages.append(page_id)
+
+    reader, mover = threading.Thread(target=read), threading.Thread(target=move, args=(here[0],))
+    reader.start()
+    assert inside.wait(TIMEOUT_SECONDS)
+    mover.start()
+    move(here[1])
+    done.set()
+    for thread in (reader, mover):
+        thread.join(TIMEOUT_SECONDS)
+    assert pages == [here[1], "read", here[0]]
+    run.manager.close()

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveRequest
 from megascale_omni.checkpoint.plain import Training, load_checkpoint, save_checkpoint
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
@@ -91,6 +92,12 @@ def test_weights_alone(tmp_path):
 
 def test_there_may_be_none(tmp_path):
     assert load_checkpoint(tmp_path, training(1)) is None
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):
+    Checkpointer(tmp_path).save(RankState([]), SaveRequest(tag="t", step=1, values={"run": {}, "optimizer": True}))
+    with pytest.raises(ValueError, match=r"t was not saved by save_checkpoint: it has no groups .saved with mega"):
+        load_checkpoint(tmp_path, training(1))
 
 
 def test_a_key_that_matches_nothing_is_an_error(tmp_path):

@@ -1,0 +1,80 @@
+"""Pages that a thread other than the main one is reading: they stay where they are until it has their bytes.
+
+Which tier and slot a page has is the main thread's to change. A thread that writes a checkpoint wants bytes wherever
+they are at the moment: it says so here, looks, copies, and says that it is done. A move of that page, which would give
+its slot to another one, waits for it meanwhile, for the time of a copy. Nobody waits for anybody else's page.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from megascale_omni.paging.tiers import TierKind, aligned_empty
+
+if TYPE_CHECKING:
+    from megascale_omni.paging.flights import Tiers
+    from megascale_omni.paging.table import PageTable
+
+WAIT_SECONDS = 300.0
+"""Longest wait for a reader; a disk that takes longer is taken for dead."""
+
+
+class Readers:
+    """The pages being read, each by one thread at most."""
+
+    def __init__(self) -> None:
+        self._pages: set[int] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reading(self, page_id: int) -> Iterator[None]:
+        """While it is open, the page stays where it is."""
+        with self._changed:
+            self._pages.add(page_id)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pages.discard(page_id)
+                self._changed.notify_all()
+
+    @contextmanager
+    def moving(self, page_id: int) -> Iterator[None]:
+        """Opens when nobody reads the page; while it is open, nobody begins to read any.
+
+        Raises:
+            RuntimeError: a reader has stood still for too long.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: page_id not in self._pages, timeout=WAIT_SECONDS):
+                raise RuntimeError(f"page {page_id} has been read for {WAIT_SECONDS:g} s and cannot move")
+            yield
+
+
+def copy_of(page_id: int, table: PageTable, tiers: Tiers) -> torch.Tensor:
+    """A copy of a page's slot in ordinary memory, at whole blocks, wherever the page is. On any thread.
+
+    For a page that is present and that nobody changes meanwhile. A page on its way is where it comes from.
+
+    Raises:
+        PageIoError: it is on disk, and its bytes could not be read, or are not those written.
+    """
+    slot_class = table.slot_class(page_id)
+    copied = aligned_empty((1, slot_class.stride), dtype=slot_class.dtype)[0]
+    with table.readers.reading(page_id):
+        tier, slot = TierKind(table.tier[page_id]), int(table.slot[page_id])
+        if tier is TierKind.DISK:
+            assert tiers.disk is not None
+            offset = int(table.disk_offset[page_id])
+            tiers.disk.read(offset, copied, name=lambda: table.numbering.describe(page_id))
+        elif tier is TierKind.ABSENT:
+            raise RuntimeError(f"{table.numbering.describe(page_id)} is copied but absent")
+        else:
+            arena = tiers.device if tier is TierKind.DEVICE else tiers.host
+            copied.copy_(arena.tensor(slot_class, slot))
+    return copied
