@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,18 @@ class Export:
     """Where dense copies of experts are laid out for stock's checkpoints; in memory where ``folder`` is None."""
 
     folder: str | None = None
+    _scratch: DenseScratch | None = None
 
     def scratch(self) -> DenseScratch | None:
         """Room for the copies of one module and plane."""
-        return None if self.folder is None else DenseScratch(self.folder)
+        if self.folder is not None and (self._scratch is None or self._scratch.folder != Path(self.folder)):
+            self._scratch = DenseScratch(self.folder)
+        return self._scratch
+
+    def let_go(self) -> None:
+        """Gives back the memory that reading such copies has taken; see :meth:`DenseScratch.let_go`."""
+        if self._scratch is not None:
+            self._scratch.let_go()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A framework that saves wants whole tensors of the whole model at once. They are laid out in files without a name, mapped
 into memory, and written out module by module: what stays in memory beside the pages is the module at hand. The system
-reads the rest back when the framework writes it, and gives the room on disk back when the tensors are forgotten.
+reads the rest back when the framework writes it; :meth:`DenseScratch.let_go` makes what was read leave again. The room
+on disk comes back when the tensors are forgotten.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +39,7 @@ class DenseScratch:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._open: list[tuple[int, mmap.mmap]] = []
+        self._settled: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def __call__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """See :class:`MakeTensors`.
@@ -86,6 +89,12 @@ class DenseScratch:
             mapped.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
+            self._settled.add(mapped)
+
+    def let_go(self) -> None:
+        """Gives back the memory that reading settled tensors has taken since; they stay as they are."""
+        for mapped in self._settled:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def in_memory(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -22,6 +22,9 @@ from megatron.core.safe_globals import register_safe_globals
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
+import megatron_ext
+from megatron_ext import patches
+
 from .checkpoint_checks import (
     cause,
     check_schedule,
@@ -59,7 +62,7 @@ def save(trainer: "Trainer", folder: str | Path) -> str:
         dist_checkpointing.save(
             _state_dict(trainer, metadata, loading=False),
             str(path),
-            sharded_strategy=InProcessSave("torch_dist", 1, thread_count=1),
+            sharded_strategy=InProcessSave(_release),
             content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
         )
     except (CheckpointException, OSError, RuntimeError) as error:
@@ -74,6 +77,12 @@ def save(trainer: "Trainer", folder: str | Path) -> str:
         temporary.replace(tracker)
     torch.distributed.barrier()
     return str(path)
+
+
+def _release() -> None:
+    """Let written copies of paged experts leave memory."""
+    if megatron_ext.is_enabled():
+        patches.active_runtime().export.let_go()
 
 
 def load(trainer: "Trainer", folder: str | Path) -> None:
