@@ -25,6 +25,7 @@ from megatron_ext import patches, support
 from megatron_ext.clipping import ModuleClipping, SkippingClipping
 from megatron_ext.distributed import MegaScaleDDP, innermost
 from megatron_ext.experts import SOURCE, MegaScaleExperts
+from megatron_ext.gradient_norm import Listed, NormParts, gradients_for_norm, norm_of
 from megatron_ext.optimizer_state import GroupPlaces, OptimizerState
 from megatron_ext.runtime import Runtime
 
@@ -43,6 +44,7 @@ class PagedOptimizer(MegatronOptimizer):
         config: OptimizerConfig,
         gradients: Sequence[ExpertGradients],
         stats_group: dist.ProcessGroup,
+        listed: Sequence[Listed],
     ) -> None:
         super().__init__(adam, config)  # type: ignore[arg-type]
         self.adam = adam
@@ -53,6 +55,11 @@ class PagedOptimizer(MegatronOptimizer):
         self.clip_coefficient: float | dict[PagedExperts, float] | None = None
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.device = device
+        self.norm_parts: NormParts | None = None
+        if config.bf16 and device.type == "cpu":  # see [Note: the last bit of the norm]
+            self.norm_parts = NormParts(self.gradients, adam.shards, listed, device)
+            for chunk in self.gradients:
+                chunk.by_tensor = True
 
     def _get_param_groups(self) -> list[dict[str, Any]]:
         return self.adam.param_groups
@@ -86,7 +93,16 @@ class PagedOptimizer(MegatronOptimizer):
 
     def get_grad_norm(self) -> float:
         """Norm of the experts' gradients. A collective."""
-        return math.sqrt(self.squared_norm())
+        if self.norm_parts is None:
+            return math.sqrt(self.squared_norm())
+        return norm_of(self.norm_parts.of_experts(), self.grad_stats_parallel_group)
+
+    def get_main_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """What stands for the experts' gradients where stock adds up norms; they are in no group of their own."""
+        assert self.norm_parts is not None
+        return self.norm_parts.of_experts() if grad_norm_group is None else []
+
+    get_grads_for_grad_norm = get_main_grads_for_grad_norm
 
     def step_with_ready_grads(self) -> bool:
         """Steps every page; multiplies gradients by ``clip_coefficient`` first."""
@@ -151,29 +167,41 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         self.paged = paged
         self.clipping = clipping
         self.before_step: Callable[[], None] = lambda: None
+        self._expert_parallel = expert_parallel
         self._state = OptimizerState(dense=dense, adam=paged.adam, expert_parallel=expert_parallel, places=places)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
         """Norm over dense parameters and experts, as stock's: each gradient counted once. A collective."""
-        dense, experts = self.dense.get_grad_norm() or 0.0, self.paged.squared_norm()
-        norm = math.sqrt(float(dense) ** 2 + experts)
+        norm = self._norm_of_all()
         clip_grad = self.config.clip_grad
         # Stock's coefficient (clip_grads.py), and its behaviour under NaN: not smaller than one, hence no clipping.
         coefficient = clip_grad / (norm + 1.0e-6) if clip_grad > 0.0 else 1.0
         self.paged.clip_coefficient = coefficient if coefficient < 1.0 else None
         return norm
 
+    def _norm_of_all(self) -> float:
+        parts = self.paged.norm_parts
+        if parts is None:
+            dense, experts = self.dense.get_grad_norm() or 0.0, self.paged.squared_norm()
+            return math.sqrt(float(dense) ** 2 + experts)
+        if self._expert_parallel:
+            return float(super().get_grad_norm())
+        found: list[torch.Tensor] = []  # stock has one optimizer here, and one list
+        for member in self.dense.chained_optimizers:
+            found += gradients_for_norm(member)
+        return norm_of(parts.beside(found), self.paged.grad_stats_parallel_group)
+
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
         """As stock; where it is asked for, clips by module, or leaves out a step whose gradients are not finite."""
         try:
-            return self._step()
+            return self._clip_and_step()
         finally:
             for schedule in {experts.manager.schedule for experts in self.paged.adam.modules}:
                 schedule.end_step()
 
-    def _step(self) -> tuple[bool, float | None, float | None]:
+    def _clip_and_step(self) -> tuple[bool, float | None, float | None]:
         if self.clipping is None:
             result: tuple[bool, float | None, float | None] = super().step()
             return result
@@ -298,7 +326,8 @@ def build_optimizer(
     )
     for experts in bindings:
         experts.adam = adam
-    paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group)
+    in_order = [getattr(p, SOURCE, None) for group in listed for p in group["params"]]
+    paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group, in_order)
     clipping = _clipping(clip, chunks, dense, paged)
     chained = MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
     adam.before_step = lambda: chained.before_step()

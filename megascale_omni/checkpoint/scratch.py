@@ -2,8 +2,8 @@
 
 A framework that saves wants whole tensors of the whole model at once. They are laid out in files without a name, mapped
 into memory, and written out module by module: what stays in memory beside the pages is the module at hand. The system
-reads the rest back when the framework writes it; :meth:`DenseScratch.let_go` makes what was read leave again. The room on disk comes
-back when the tensors are forgotten.
+reads the rest back when the framework writes it; :meth:`DenseScratch.let_go` makes what was read leave again. The room
+on disk comes back when the tensors are forgotten.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ def _refuse_by_name(folder: Path) -> None:
     inside = ("*", "*/*")
     if any(any(folder.glob(f"{at}model_states.pt")) for at in inside):
         raise ValueError(
-            f"{folder} is DeepSpeed's own checkpoint, whose files belong to a ZeRO stage and a number of ranks: load it "
-            "in a run like the one that saved it, and save there with deepspeed_ext.elastic.save_elastic; or take its "
-            "weights with DeepSpeed's zero_to_fp32"
+            f"{folder} is DeepSpeed's own checkpoint, whose files belong to a ZeRO stage and a number of ranks: load "
+            "it in a run like the one that saved it, and save there with deepspeed_ext.elastic.save_elastic; or take "
+            "its weights with DeepSpeed's zero_to_fp32"
         )
     old = any(any(folder.glob(f"{at}/model_optim_rng.pt")) for at in inside)
     if old and not any(folder.glob("*/common.pt")):

@@ -29,12 +29,18 @@ from megascale_omni.schedule import Phase
 class PageStatistics:
     """Of one gradient page after scaling and reduction, where it was asked for.
 
-    ``squares``: its fp32 norm, squared in fp64. ``nonzeros``: its non-zero elements. ``sums``: for clipping by module.
+    ``norms``: its fp32 norm, or those of the tensors it holds. ``nonzeros``: its non-zero elements. ``sums``: for
+    clipping by module.
     """
 
-    squares: float | None
+    norms: tuple[float, ...] | None
     nonzeros: int | None
     sums: GradientStatistics | None
+
+    @property
+    def squares(self) -> float | None:
+        """The squared norm of the page, in fp64."""
+        return None if self.norms is None else sum(norm**2 for norm in self.norms)
 
 
 class ExpertGradients:
@@ -42,7 +48,8 @@ class ExpertGradients:
 
     ``wire``: what gradients travel in between copies of an expert: as they are, or rounded to bf16.
     ``takes_norms``, ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a
-    sweep later.
+    sweep later. ``by_tensor``: norms of experts that are one page are taken tensor by tensor, each in the layout that
+    it has in a stock model, so that they have stock's bits.
     """
 
     def __init__(self, modules: Sequence[PagedExperts], *, wire: GradWire = "fp32") -> None:
@@ -50,6 +57,7 @@ class ExpertGradients:
         self.wire = wire
         self._channel: Channel | None = None
         self.takes_norms = True
+        self.by_tensor = False
         self.counts_zeros = True
         self.takes_sums = False
         self._scratch: Scratch = {}
@@ -132,7 +140,7 @@ class ExpertGradients:
             self._check(experts, name, page)
         if scale != 1.0:
             page.mul_(scale)
-        found = self._statistics[experts, name] = self._measure(page)
+        found = self._statistics[experts, name] = self._measure(experts, page)
         if found.sums is not None:
             bad = bool(found.sums.non_finite)
         else:
@@ -153,14 +161,21 @@ class ExpertGradients:
                 page.mul_(factor)
                 known = self._statistics.get((experts, name))
                 if known is not None:
-                    squares = None if known.squares is None else known.squares * float(factor) ** 2
+                    norms = None if known.norms is None else tuple(norm * abs(float(factor)) for norm in known.norms)
                     sums = None if known.sums is None else known.sums.scaled(float(factor))
-                    self._statistics[experts, name] = PageStatistics(squares, known.nonzeros, sums)
+                    # Scaled norms are not to the bit those of scaled tensors.
+                    norms = None if self.by_tensor else norms
+                    self._statistics[experts, name] = PageStatistics(norms, known.nonzeros, sums)
 
     def squares(self, shards: PageShards) -> float:
         """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
         self.takes_norms = True
         return sum(found.squares or 0.0 for experts in self.modules for _, found in self._owned(experts, shards))
+
+    def norms(self, experts: PagedExperts, shards: PageShards) -> dict[PageName, tuple[float, ...]]:
+        """Norms of the gradients of a module that this rank owns, by page; absent pages have none."""
+        self.takes_norms = True
+        return {name: found.norms or () for name, found in self._owned(experts, shards)}
 
     def zeros(self, shards: PageShards) -> int:
         """Zeros among gradients this rank owns; absent pages are zeros, frozen modules have none."""
@@ -210,7 +225,7 @@ class ExpertGradients:
                 f"{experts.path}: more is asked of gradients than was measured before they were used; {OFF}"
             )
         for name, page in self.pages(experts, names=missing):
-            self._statistics[experts, name] = self._measure(page)
+            self._statistics[experts, name] = self._measure(experts, page)
         return [(name, self._statistics[experts, name]) for name in owned]
 
     def _is_measured(self, found: PageStatistics | None) -> bool:
@@ -218,16 +233,18 @@ class ExpertGradients:
             return False
         return not (self.counts_zeros and found.nonzeros is None) and not (self.takes_sums and found.sums is None)
 
-    def _measure(self, page: torch.Tensor) -> PageStatistics:
+    def _measure(self, experts: PagedExperts, page: torch.Tensor) -> PageStatistics:
         """Of one page, flat, in its own dtype."""
-        squares, nonzeros, sums = None, None, None
+        norms, nonzeros, sums = None, None, None
         if self.takes_norms:
-            squares = float(torch.linalg.vector_norm(page, dtype=torch.float32)) ** 2
+            by_tensor = self.by_tensor and experts.layout.num_slices == 1
+            parts = stock_tensors(experts, page) if by_tensor else (page,)
+            norms = tuple(float(torch.linalg.vector_norm(part, dtype=torch.float32)) for part in parts)
         if self.counts_zeros:
             nonzeros = int(torch.count_nonzero(page))
         if self.takes_sums:
             sums = statistics_of([page], self._scratch)
-        return PageStatistics(squares, nonzeros, sums)
+        return PageStatistics(norms, nonzeros, sums)
 
     # -- reduction -----------------------------------------------------------------------------------------------------
 
@@ -258,10 +275,23 @@ class ExpertGradients:
             with experts.lease(Plane.GRADIENT, [name]) as lease:
                 lease.page(*name).copy_(total)
                 lease.mark_dirty()
-            self._statistics[experts, name] = self._measure(total)
+            self._statistics[experts, name] = self._measure(experts, total)
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self.non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
             bad = int((~torch.isfinite(page)).sum())
             what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
             self.non_finite = f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
+
+
+def stock_tensors(experts: PagedExperts, page: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors of an expert that is one page, in stock's order and, but for leading dimensions, its layout."""
+    views = experts.layout.views(page, 0)
+    yield views.fc1_Rh
+    if views.fc1_bias_R is not None:
+        yield views.fc1_bias_R
+    # Pages have a row for each neuron, stock a column: a sum in stock's order needs them laid out so.
+    down_hr = experts.context.workspace.take("down_gradient", tuple(views.down_rh.shape[::-1]), page.dtype)
+    yield down_hr.copy_(views.down_rh.t())
+    if views.down_bias_h is not None:
+        yield views.down_bias_h

@@ -19,7 +19,7 @@ from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.leases import Lease
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.names import NamedSlice, NamedTensors, NamingStyle
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.planes import NUM_PLANES, Plane
 
 
 class PagedExperts(torch.nn.Module):
@@ -135,17 +135,15 @@ class PagedExperts(torch.nn.Module):
 
     def page_ids(self, plane: Plane, names: Sequence[tuple[int, int]]) -> np.ndarray:
         """Page ids (int64) of (expert, slice) names in ``plane``, in the order given; RuntimeError for strange ones."""
-        pairs = np.asarray(names, dtype=np.int64).reshape(-1, 2)
-        entry = self.pages.entry
-        strange = (pairs < 0) | (pairs >= (entry.num_experts, entry.num_slices))
-        if strange.any():
-            expert, slice_ = pairs[strange.any(1)][0].tolist()
-            raise RuntimeError(
-                f"{self.path}: no expert {expert}, slice {slice_}; it has {entry.num_experts} experts of "
-                f"{entry.num_slices} slices"
-            )
-        ids: np.ndarray = entry.first_index + pairs[:, 0] * entry.num_slices + pairs[:, 1]
-        return ids * len(Plane) + int(plane)
+        entry, found = self.pages.entry, []
+        for expert, slice_ in names:  # few: quicker one by one than as an array
+            if not (0 <= expert < entry.num_experts and 0 <= slice_ < entry.num_slices):
+                raise RuntimeError(
+                    f"{self.path}: no expert {expert}, slice {slice_}; it has {entry.num_experts} experts of "
+                    f"{entry.num_slices} slices"
+                )
+            found.append((entry.first_index + expert * entry.num_slices + slice_) * NUM_PLANES + plane)
+        return np.array(found, dtype=np.int64)
 
     def lease(self, plane: Plane, names: Sequence[tuple[int, int]]) -> Lease:
         """Pins the pages (expert, slice) of ``plane``."""

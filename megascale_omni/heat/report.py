@@ -21,7 +21,7 @@ import numpy as np
 from megascale_omni.heat.keeper import HeatKeeper
 from megascale_omni.heat.states import scores
 from megascale_omni.paging.manager import ExpertManager
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.tiers import TierKind
 
 TIERS = (TierKind.DEVICE, TierKind.HOST, TierKind.DISK)
@@ -91,7 +91,7 @@ class ReportWriter:
         now = time.monotonic()
         self._describe()
         table = self._manager.table
-        planes = np.arange(len(table.tier)) % len(Plane)
+        planes = np.arange(len(table.tier)) % NUM_PLANES
         here = table.tier == TierKind.DEVICE
         self._write(
             "step",

@@ -73,7 +73,7 @@ class _CudaAdam:
             self._on_device(p, m, v, g, records)
         else:
             _require_fused_multiply_add()
-            for parts in chunks(*tensors.values()):
+            for parts in chunks(*tensors.values(), numel=CHUNK):
                 self._on_host(parts[0], parts[1], parts[2], None if g is None else parts[3], records)
 
     def _on_host(

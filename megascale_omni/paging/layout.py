@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -101,6 +101,12 @@ class SlotClass:
         return self.nbytes // self.dtype.itemsize
 
 
+@cache
+def _slot_class(dtype: torch.dtype, numel: int) -> SlotClass:
+    """One object a class: equal keys of a dictionary that are the same need no comparison."""
+    return SlotClass(dtype=dtype, numel=numel)
+
+
 @dataclass(frozen=True)
 class PageViews:
     """Views into one page: shapes as in [Note: page = slice of neurons]; biases None where absent."""
@@ -150,14 +156,14 @@ class PageLayout:
         """Pages an expert."""
         return -(-self.shape.ffn // self.rows)
 
-    @property
+    @cached_property
     def slot_numel(self) -> int:
         """Elements of a slot: those of the largest page (slice 0)."""
         return self.page_numel(0)
 
     def slot_class(self, dtype: torch.dtype) -> SlotClass:
         """The slot class of this layout's pages in a plane of ``dtype``."""
-        return SlotClass(dtype=dtype, numel=self.slot_numel)
+        return _slot_class(dtype, self.slot_numel)
 
     def rows_of(self, slice_: int) -> int:
         """Neurons in a slice; only the last one may have fewer than ``rows``."""

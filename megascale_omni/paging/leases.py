@@ -12,7 +12,7 @@ import torch
 
 from megascale_omni.paging.batches import Batch
 from megascale_omni.paging.layout import PageLayout, PageViews, SlotClass
-from megascale_omni.paging.planes import ModuleEntry, PageNumbering, Plane
+from megascale_omni.paging.planes import NUM_PLANES, ModuleEntry, PageNumbering, Plane
 
 
 class PageOwner(Protocol):
@@ -84,7 +84,7 @@ class Lease:
 
     def _page_id(self, expert: int, slice_: int) -> int:
         entry = self.module.entry
-        page_id = (entry.first_index + expert * entry.num_slices + slice_) * len(Plane) + int(self.plane)
+        page_id = (entry.first_index + expert * entry.num_slices + slice_) * NUM_PLANES + int(self.plane)
         if page_id not in self._held:
             raise RuntimeError(f"{self._manager.numbering.describe(page_id)} is used without a lease")
         return page_id

@@ -32,7 +32,7 @@ from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.observe import KeepsHeat, Observer
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
-from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
+from megascale_omni.paging.planes import NUM_PLANES, PageKey, PageNumbering, Plane
 from megascale_omni.paging.residency import pages_ahead, probable_experts
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
@@ -450,7 +450,7 @@ class ExpertManager:
     def _batch_ids(self, module: PagedModule, plane: Plane, items: Batch) -> np.ndarray:
         pairs = np.asarray(items, dtype=np.int64).reshape(-1, 2)
         ids: np.ndarray = module.entry.first_index + pairs[:, 0] * module.entry.num_slices + pairs[:, 1]
-        return ids * len(Plane) + int(plane)
+        return ids * NUM_PLANES + int(plane)
 
     def _pages_of(self, module: PagedModule, planes: Sequence[Plane], items: Batch) -> np.ndarray:
         """Page ids of a batch in some planes: page after page, in the order in which they are asked for."""

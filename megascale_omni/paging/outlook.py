@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megascale_omni.paging.forecast import FAR, Forecast, Visit
-from megascale_omni.paging.planes import ModuleEntry, PageNumbering, Plane
+from megascale_omni.paging.planes import NUM_PLANES, ModuleEntry, PageNumbering, Plane
 from megascale_omni.schedule import Phase
 
 MEMORY = 0.08
@@ -32,7 +32,6 @@ LEAST_FREQUENCY = 1e-3
 HORIZON_VISITS = 4
 """Horizon of uncertain uses in visits for each module: two micro-batches there and back."""
 
-_NUM_PLANES = len(Plane)
 LEAST_WEIGHT = 1e-300
 NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
@@ -270,7 +269,7 @@ class Outlook:
         """``[pages, planes]`` page ids of pages (numbers in the module) of a visit."""
         first = self._numbering.entries[visit.module].first_index
         planes = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
-        ids: np.ndarray = (first + places[:, None]) * _NUM_PLANES + planes
+        ids: np.ndarray = (first + places[:, None]) * NUM_PLANES + planes
         return ids
 
     def _refresh(self, entry: ModuleEntry, planes: Sequence[Plane]) -> None:
@@ -281,6 +280,6 @@ class Outlook:
         use = expected_use(experts, planes[0], coming, length=length, now=now, horizon=horizon)
         times = np.repeat(use, entry.num_slices) + np.arange(entry.num_pages) / entry.num_pages
         for plane in planes:
-            start = entry.first_index * _NUM_PLANES + int(plane)
-            self._values[start : start + entry.num_pages * _NUM_PLANES : _NUM_PLANES] = times
+            start = entry.first_index * NUM_PLANES + int(plane)
+            self._values[start : start + entry.num_pages * NUM_PLANES : NUM_PLANES] = times
             self._valid.add((entry.module, plane))

@@ -63,6 +63,7 @@ class Pager:
             keep=lambda: self._keep,
         )
         self._clock = 0
+        self._reaped = 0  # jobs that had ended when flights were looked through last
         self.on_move: Callable[[int], None] = lambda page_id: None
 
     def slots_on_their_way(self) -> list[tuple[int, int, TierKind]]:
@@ -397,6 +398,11 @@ class Pager:
 
     def _reap(self) -> None:
         """Takes back the jobs that have ended."""
+        mover = self.tiers.mover
+        ended = 0 if mover is None else mover.ended  # first: a job that ends meanwhile is seen the next time
+        if ended == self._reaped:
+            return
+        self._reaped = ended
         for page_id in [p for p, flight in self._flights.items() if flight.future.done()]:
             self._land(page_id, stay=page_id in self._keep)
 

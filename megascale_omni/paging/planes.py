@@ -36,6 +36,10 @@ class Plane(enum.IntEnum):
     MOMENT2 = 4  # Adam's second moment v
 
 
+NUM_PLANES = len(Plane)
+"""A plain integer: an enum counts its members anew each time that it is asked."""
+
+
 class PageKey(NamedTuple):
     """A page by name: (plane, module, expert, slice). ``expert`` is the local index on this rank."""
 
@@ -108,7 +112,7 @@ class PageNumbering:
     @property
     def num_pages(self) -> int:
         """Size of the page id space, all planes."""
-        return self._total * len(Plane)
+        return self._total * NUM_PLANES
 
     def page_id(self, key: PageKey) -> int:
         """The dense int32 of a page (see [Note: page numbering])."""
@@ -118,7 +122,7 @@ class PageNumbering:
                 f"{self._paths[key.module]}: no page (expert {key.expert}, slice {key.slice}); it has "
                 f"{entry.num_experts} experts of {entry.num_slices} slices"
             )
-        return (entry.first_index + key.expert * entry.num_slices + key.slice) * len(Plane) + int(key.plane)
+        return (entry.first_index + key.expert * entry.num_slices + key.slice) * NUM_PLANES + int(key.plane)
 
     def page_ids(self, module: int, plane: Plane, experts: Sequence[int]) -> np.ndarray:
         """Page ids (int64) of all slices of ``experts`` in ``plane``, in the order of ``experts``, slices ascending."""
@@ -131,7 +135,7 @@ class PageNumbering:
                 f"{entry.num_slices} slices"
             )
         first = entry.first_index + wanted * entry.num_slices
-        return (first[:, None] + np.arange(entry.num_slices)).reshape(-1) * len(Plane) + int(plane)
+        return (first[:, None] + np.arange(entry.num_slices)).reshape(-1) * NUM_PLANES + int(plane)
 
     def modules_of(self, indices: np.ndarray) -> np.ndarray:
         """Module ids of page indices (page id without its plane)."""
@@ -142,7 +146,7 @@ class PageNumbering:
         """The inverse of :meth:`page_id`."""
         if not 0 <= page_id < self.num_pages:
             raise RuntimeError(f"no page {page_id}; ids run from 0 to {self.num_pages - 1}")
-        index, plane = divmod(page_id, len(Plane))
+        index, plane = divmod(page_id, NUM_PLANES)
         entry = self._entries[bisect.bisect_right(self._first, index) - 1]
         expert, slice_ = divmod(index - entry.first_index, entry.num_slices)
         return PageKey(Plane(plane), entry.module, expert, slice_)

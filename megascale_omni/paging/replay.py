@@ -22,7 +22,7 @@ from megascale_omni.paging.budget import Budget, ClassNeed, share, smallest_budg
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.recorder import PHASES
 from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before, pages_ahead, probable_experts
 from megascale_omni.paging.shadow import ShadowLru, Shadows
@@ -281,7 +281,7 @@ class _Machine:
         room = pages_ahead(self.smallest)
         planes = np.asarray([int(p) for p in self.visit.planes])
         rest = self.visited[self.visited > index]
-        wanted = ((entry.first_index + rest[:, None]) * len(Plane) + planes).reshape(-1)
+        wanted = ((entry.first_index + rest[:, None]) * NUM_PLANES + planes).reshape(-1)
         wanted = wanted[self.present[wanted]][:room]
         if len(wanted) < room:
             wanted = np.concatenate([wanted, self._next_pages(outlook, room - len(wanted))])
@@ -307,7 +307,7 @@ class _Machine:
             experts = probable_experts(outlook.probable(visit.module))[:count]
             pages = (experts[:, None] * entry.num_slices + np.arange(entry.num_slices)).reshape(-1)
             planes = np.asarray([int(p) for p in visit.planes])
-            found: np.ndarray = ((entry.first_index + pages[:, None]) * len(Plane) + planes).reshape(-1)
+            found: np.ndarray = ((entry.first_index + pages[:, None]) * NUM_PLANES + planes).reshape(-1)
             return found[self.present[found]][:count]
         return np.zeros(0, dtype=np.int64)
 
@@ -327,7 +327,7 @@ def page_classes(model: TracedModel) -> dict[int, SlotClass]:
         for name, kind in module.slot_kind.items():
             slot_class, plane = _slot_class(kind), int(Plane[name.upper()])
             for index in range(first, first + module.experts * module.slices):
-                classes[index * len(Plane) + plane] = slot_class
+                classes[index * NUM_PLANES + plane] = slot_class
         first += module.experts * module.slices
     return classes
 

@@ -41,6 +41,7 @@ class PageTable:
     def __init__(self, numbering: PageNumbering) -> None:
         self.numbering = numbering
         self.classes: list[SlotClass] = []
+        self._index: dict[SlotClass, int] = {}
         self.tier = np.zeros(0, dtype=np.int8)
         self.slot = np.zeros(0, dtype=np.int32)
         self.dirty = np.zeros(0, dtype=np.bool_)
@@ -63,9 +64,11 @@ class PageTable:
 
     def index_of(self, slot_class: SlotClass) -> int:
         """The number of a slot class; a new one gets the next."""
-        if slot_class not in self.classes:
+        index = self._index.get(slot_class)
+        if index is None:
+            index = self._index[slot_class] = len(self.classes)
             self.classes.append(slot_class)
-        return self.classes.index(slot_class)
+        return index
 
     def slot_class(self, page_id: int) -> SlotClass:
         """The slot class of a page. RuntimeError where its module has no such plane."""

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megascale_omni.paging.planes import PageNumbering, Plane
+from megascale_omni.paging.planes import NUM_PLANES, PageNumbering
 
 MAGIC = b"MSTRACE1"
 _HEAD = struct.Struct("<cII")
@@ -192,7 +192,7 @@ def read_trace(path: str | Path) -> Trace:
 
 def _check(trace: Trace, path: str | Path) -> None:
     """Every event is known and speaks of pages that the model has."""
-    pages = sum(m.experts * m.slices for m in trace.model.modules) * len(Plane)
+    pages = sum(m.experts * m.slices for m in trace.model.modules) * NUM_PLANES
     try:
         for event in trace:
             if event.op is Op.VISIT:

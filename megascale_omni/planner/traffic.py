@@ -17,7 +17,7 @@ import numpy as np
 
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import SLOT_ALIGNMENT
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.recorder import PHASES
 from megascale_omni.paging.replay import replay
 from megascale_omni.paging.trace import Op, Trace, TracedModel, TracedModule
@@ -237,7 +237,7 @@ class _Steps:
                 self._event(Op.DROP, [self._id(module, piece, Plane.GRADIENT)])
 
     def _id(self, module: int, piece: int, plane: Plane) -> int:
-        return (module * self.pieces + piece) * len(Plane) + int(plane)
+        return (module * self.pieces + piece) * NUM_PLANES + int(plane)
 
     def _event(self, op: Op, numbers: list[int]) -> None:
         self.numbers += [int(op), len(numbers), *numbers]

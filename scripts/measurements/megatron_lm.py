@@ -9,8 +9,8 @@ from pathlib import Path
 from scripts.measurements.rows import Context, Row
 from scripts.measuring.progress import say
 from scripts.megatron_lm_runs.combinations import BASE, COMBINATIONS, EP2, OVERLAP, Combination
-from scripts.megatron_lm_runs.comparing import compare
-from scripts.megatron_lm_runs.matrix import FORMS, STATIONS, hand_on
+from scripts.megatron_lm_runs.comparing import compare, run_stock
+from scripts.megatron_lm_runs.matrix import FORMS, STATIONS, Relay, Station, compared
 from scripts.megatron_lm_runs.running import Launcher, Run, RunFailed, run
 from scripts.megatron_lm_runs.stored import stored_tensors
 
@@ -19,9 +19,13 @@ _OFF = {"single": Combination("single", 1), "ep2xdp2-overlap": Combination("ep2x
 
 
 def _loss_difference(context: Context, combination: Combination) -> float:
-    compared = compare(context.megatron_lm(), combination)
-    say(f"    loss {compared.loss_difference:.2e}, gradient norm {compared.norm_difference:.2e}")
-    return compared.loss_difference
+    """L1. Where weights in bf16 amplify the last bit of the norm that clips gradients, the control runs as well."""
+    checkout, alike = context.megatron_lm(), (combination.ranks, combination.flags)
+    stock = context.once(("stock", *alike), lambda: run_stock(checkout, combination))
+    found = compare(checkout, combination, stock=stock, control=combination.clips_in_bf16)
+    control = "" if found.control is None else f"; the control's loss {found.control_difference:.2e}"
+    say(f"    loss {found.loss_difference:.2e}, gradient norm {found.norm_difference:.2e}{control}")
+    return found.loss_difference
 
 
 def _changed_by_the_launcher(context: Context, combination: Combination) -> float:
@@ -43,12 +47,12 @@ def _changed_by_the_launcher(context: Context, combination: Combination) -> floa
         return changed + len(one.keys() ^ two.keys()) + sum(not one[key].equal(two[key]) for key in one.keys() & two)
 
 
-def _handed_on(context: Context, *, form: str, station: str) -> float:
-    def measure() -> dict[str, int]:
-        with tempfile.TemporaryDirectory(prefix="megascale-matrix-") as folder:
-            return hand_on(context.megatron_lm(), Path(folder), form=form)
-
-    return float(context.once(("matrix", form), measure)[station])
+def _handed_on(context: Context, *, form: str, station: Station) -> float:
+    relay = context.once(("matrix", form), lambda: Relay(context.megatron_lm(), form=form))
+    changed = relay.changed(station)
+    if changed:
+        say(f"    changed: {', '.join(changed[:6])}")
+    return float(len(changed))
 
 
 ROWS = (
@@ -81,10 +85,9 @@ ROWS = (
             unit="",
             kind="at_most",
             bound=0,
-            measure=partial(_handed_on, form=form, station=station.name),
+            measure=partial(_handed_on, form=form, station=station),
         )
         for form in FORMS
-        for station in STATIONS
-        if "--megascale-checkpoint-format" not in (station.megascale or ())
+        for station in compared(STATIONS)
     ),
 )

@@ -116,8 +116,13 @@ def select(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
     return [row for row in rows if not wanted or any(row.selected_by(name) for name in wanted)]
 
 
-def measure(rows: Sequence[Row], context: Context) -> list[Measured]:
-    """Measure row after row; one that fails is reported and does not stop the others."""
+def measure(
+    rows: Sequence[Row], context: Context, *, report: Callable[[Measured], None] = lambda measured: None
+) -> list[Measured]:
+    """Measure row after row; one that fails is reported and does not stop the others.
+
+    ``report`` is told of each as soon as it is measured.
+    """
     found: list[Measured] = []
     for index, row in enumerate(rows):
         say(f"[{index + 1}/{len(rows)}] {row.id}: {row.what}")
@@ -128,6 +133,7 @@ def measure(rows: Sequence[Row], context: Context) -> list[Measured]:
             value, error = None, f"{type(problem).__name__}: {problem}"
             say("".join(traceback.format_exception(problem)))
         found.append(Measured(row, value, time.monotonic() - start, error))
+        report(found[-1])
         say(f"[{index + 1}/{len(rows)}] {_line(found[-1])}")
     return found
 

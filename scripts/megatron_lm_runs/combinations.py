@@ -13,7 +13,7 @@ BASE = (
     *("--moe-token-dispatcher-type", "alltoall", "--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-4", "--min-lr", "3e-5"),
     *("--lr-warmup-iters", "2", "--lr-decay-iters", str(ITERATIONS), "--train-iters", str(ITERATIONS)),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
+    *("--num-workers", "0", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
     *("--transformer-impl", "local", "--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"),
     *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
     *("--no-rope-fusion", "--no-persist-layer-norm", "--log-interval", "1", "--tensorboard-log-interval", "1"),
@@ -32,9 +32,9 @@ class Combination:
     megascale: tuple[str, ...] = ()
 
     @property
-    def expert_parallel(self) -> bool:
-        """Whether experts are spread over ranks."""
-        return "--expert-model-parallel-size" in self.flags
+    def clips_in_bf16(self) -> bool:
+        """Whether the last bit of the gradient norm reaches weights that are rounded to 8 bits."""
+        return "--bf16" in self.flags and "--clip-grad" not in self.flags
 
 
 EP2 = ("--expert-model-parallel-size", "2")
@@ -43,6 +43,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SHARED = ("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-overlap")
+UNCLIPPED = ("--clip-grad", "0")
 GROUPS = ("--megascale-dispatcher", "groups")
 BUDGET = ("--megascale-device-budget", "50%", "--megascale-disk-path", "{scratch}", "--megascale-page-size", "64KiB")
 
@@ -67,6 +68,7 @@ COMBINATIONS = (
     Combination("pp2xep2", 4, (*PP2, *EP2)),
     Combination("pp2xep2-groups", 4, (*PP2, *EP2), GROUPS),
     Combination("pp2xep2-bf16", 4, (*PP2, *EP2, "--bf16", *DISTRIBUTED)),
+    Combination("pp2xep2-bf16-unclipped", 4, (*PP2, *EP2, "--bf16", *DISTRIBUTED, *UNCLIPPED)),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,21 +47,59 @@ STATIONS = (
     Station("megascale-from-paged-ep2", "paged-ep4", 2, 2),
     Station("stock-again-ep2", "megascale-from-paged-ep2", 2, 2, None),
 )
-"""In an order in which every source comes before its readers. Only `torch_dist` ones are compared."""
+"""All that must hand a checkpoint on unchanged. Those in the paged format are on the way: they are not compared."""
+SHORT = (
+    Station("megascale-ep1", "stock-ep2", 1, 1),
+    Station("paged-ep2", "megascale-ep1", 2, 2, PAGED),
+    Station("megascale-from-paged-ep2", "paged-ep2", 2, 2),
+    Station("stock-again-ep2", "megascale-from-paged-ep2", 2, 2, None),
+)
+"""One way round, for a test: there and back, other sizes, both formats."""
 
 
-def hand_on(megatron_lm: Path, folder: Path, *, form: str, stations: Sequence[Station] = STATIONS) -> dict[str, int]:
-    """Runs all; by station, the number of stored tensors that are not bit for bit those of the origin.
+class Relay:
+    """Checkpoints handed from station to station; each station runs when it is first asked for, and once.
 
-    Raises:
-        RunFailed: with the station and the error.
+    Args:
+        megatron_lm: the checkout. form: one of ``FORMS``. folder: for checkpoints; None: one of its own.
+        stations: with every source that one of them names, but for the origin.
     """
-    found: dict[str, int] = {}
-    for station in (ORIGIN, *stations):
-        _pass(megatron_lm, folder, station, form)
-        if station is not ORIGIN and station.megascale != PAGED:
-            found[station.name] = len(different(saved(folder, ORIGIN.name), saved(folder, station.name)))
-    return found
+
+    def __init__(
+        self, megatron_lm: Path, *, form: str, folder: Path | None = None, stations: Sequence[Station] = STATIONS
+    ) -> None:
+        self._megatron_lm, self._form = megatron_lm, form
+        self._stations = {station.name: station for station in (ORIGIN, *stations)}
+        self._own = tempfile.TemporaryDirectory(prefix="megascale-matrix-") if folder is None else None
+        self.folder = Path(self._own.name) if self._own is not None else folder or Path()
+        self._ran: dict[str, RunFailed | None] = {}
+
+    def changed(self, station: Station) -> list[str]:
+        """Stored tensors of a `torch_dist` station that are not bit for bit those of the origin.
+
+        Raises:
+            RunFailed: with the station that failed, this one or one on the way to it, and its error.
+        """
+        self._reach(station)
+        return different(saved(self.folder, ORIGIN.name), saved(self.folder, station.name))
+
+    def _reach(self, station: Station) -> None:
+        if station.name not in self._ran:
+            if station.source:
+                self._reach(self._stations[station.source])
+            try:
+                _pass(self._megatron_lm, self.folder, station, self._form)
+                self._ran[station.name] = None
+            except RunFailed as error:
+                self._ran[station.name] = error
+        failed = self._ran[station.name]
+        if failed is not None:
+            raise failed
+
+
+def compared(stations: Sequence[Station]) -> list[Station]:
+    """Those whose checkpoints are stock's."""
+    return [station for station in stations if station.megascale != PAGED]
 
 
 def saved(folder: Path, name: str) -> Path:

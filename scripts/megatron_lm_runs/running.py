@@ -14,8 +14,15 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 600.0
-Launcher = Literal["megatron_ext", "none"]
-"""`none`: the script alone; on a machine without an accelerator with what lets it run on a CPU, and no more."""
+Launcher = Literal["megatron_ext", "none", "control"]
+"""`none`: the script alone; on a machine without an accelerator with what lets it run on a CPU, and no more. `control`:
+the same, with each expert computed in two halves."""
+_ALONE = "scripts.megatron_lm_runs.alone"
+_MODULES: dict[Launcher, tuple[str, ...]] = {
+    "megatron_ext": ("megatron_ext",),
+    "none": (_ALONE,),
+    "control": (_ALONE, "--in-halves"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,13 @@ def release(path: Path) -> str:
     return ".".join(found[part] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
+def revision(path: Path) -> dict[str, str | None]:
+    """The release that a checkout names, and its commit where it has a history."""
+    found = checkout(path)
+    asked = subprocess.run(["git", "-C", str(found), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {"release": release(found), "commit": asked.stdout.strip() if asked.returncode == 0 else None}
+
+
 def run(
     script: Path,
     flags: Sequence[str],
@@ -79,9 +93,9 @@ def run(
         given = list(flags)
         if tensorboard:
             given += ["--tensorboard-dir", folder]
-        module = "megatron_ext" if launcher == "megatron_ext" else "scripts.megatron_lm_runs.alone"
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", "localhost:0", "--nproc_per_node", str(ranks), "-m", module, str(script)]
+        command += ["--rdzv-endpoint", "localhost:0", "--nproc_per_node", str(ranks)]
+        command += ["-m", *_MODULES[launcher], str(script)]
         status, output = _call(command + given, timeout_seconds)
         return Run(status, output, _scalars(Path(folder)) if tensorboard and not status else {})
 
@@ -92,6 +106,9 @@ def _call(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # stock demands it of tensor parallelism
+    # Stock's Makefile asks python3 and python3-config, which a virtual environment lacks: both must be this Python's.
+    folders = [str(Path(sys.executable).parent), str(Path(sys.base_prefix) / "bin"), environment.get("PATH", "")]
+    environment["PATH"] = os.pathsep.join(folders)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

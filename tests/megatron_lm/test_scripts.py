@@ -6,30 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from scripts.megatron_lm_runs.combinations import BASE, BUDGET, COMBINATIONS, EP2, Combination
+from scripts.megatron_lm_runs.combinations import BASE, BUDGET, EP2, named
 from scripts.megatron_lm_runs.comparing import compare
-from scripts.megatron_lm_runs.matrix import FORMS, hand_on
+from scripts.megatron_lm_runs.matrix import SHORT, Relay, compared
 from scripts.megatron_lm_runs.running import run
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.name)
-def test_losses_are_those_of_stock(megatron_lm: Path, combination: Combination) -> None:
-    compared = compare(megatron_lm, combination)
-    assert len(compared.megascale.losses) == 20
-    assert compared.stock.losses[-1] < compared.stock.losses[0], "it learns"
-    # A bf16 product has 8 bits: where sums are ordered otherwise, losses differ by more than rounding of the loss.
-    assert compared.loss_difference <= (1e-4 if "--bf16" in combination.flags else 1e-5)
+COVERING = ("budget", "ep2-groups", "pp2-interleaved", "ep2xdp2-overlap", "pp2xep2-bf16-unclipped")
+"""Of the combinations that `measure.py megatron-lm` runs; between them they go through most of the hooks."""
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_losses_are_those_of_stock(megatron_lm: Path, name: str) -> None:
+    combination = named(name)
+    sides = compare(megatron_lm, combination)
+    assert len(sides.megascale.losses) == 20
+    assert sides.stock.losses[-1] < sides.stock.losses[0], "it learns"
+    assert sides.loss_difference <= 1e-5
     if combination.megascale == BUDGET:
-        assert compared.megascale.scalars["megascale/pages/pages_loaded"][-1] > 0, "pages were away"
+        assert sides.megascale.scalars["megascale/pages/pages_loaded"][-1] > 0, "pages were away"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_goes_round_without_a_changed_bit(megatron_lm: Path, tmp_path: Path, form: str) -> None:
-    changed = hand_on(megatron_lm, tmp_path, form=form)
-    assert changed == dict.fromkeys(changed, 0)
-    assert len(changed) == 6
+def test_a_checkpoint_goes_round_without_a_changed_bit(megatron_lm: Path, tmp_path: Path) -> None:
+    relay = Relay(megatron_lm, form="distributed", folder=tmp_path, stations=SHORT)
+    for station in compared(SHORT):
+        assert relay.changed(station) == [], station.name
 
 
 def test_without_the_flag_the_launcher_changes_nothing(megatron_lm: Path) -> None:
@@ -62,13 +65,14 @@ def test_flags_are_in_the_argument_dump_and_metrics_in_tensorboard(megatron_lm: 
     ],
     ids=["grouped gemm", "misspelt", "layout", "fp16", "latent"],
 )
-def test_what_is_refused_ends_all_ranks(megatron_lm: Path, flags: tuple[str, ...], said: str) -> None:
-    done = run(megatron_lm / "pretrain_gpt.py", [*BASE, *EP2, *flags], ranks=2, tensorboard=False, timeout_seconds=240)
+def test_what_is_refused_is_named(megatron_lm: Path, flags: tuple[str, ...], said: str) -> None:
+    done = run(megatron_lm / "pretrain_gpt.py", [*BASE, *flags], ranks=1, tensorboard=False, timeout_seconds=240)
     assert done.status != 0
     assert said in done.output
+    assert "Traceback (most recent call last)" not in done.output.split("torch.distributed.elastic")[0]
 
 
-def test_a_dense_model_is_refused(megatron_lm: Path) -> None:
+def test_a_dense_model_is_refused_once_and_ends_all_ranks(megatron_lm: Path) -> None:
     words = list(BASE)
     start = words.index("--num-experts")
     dense = words[:start] + words[start + 2 :]

@@ -371,4 +371,5 @@ def test_json_of_a_measurement() -> None:
 
     rows = [Row(id="X", what="x", unit="x", kind=k, bound=1.0, measure=measure) for k in ("at_least", "at_most")]  # type: ignore[arg-type]
     entries = [Measured(row, None, 1.0, error="because").as_json() for row in rows]
-    assert documented_keys('{"topic", "environment"') == keys(entries) | {"topic", "environment", "rows"}
+    around = {"topic", "environment", "rows", "megatron_lm", "release", "commit"}
+    assert documented_keys('{"topic", "environment"') == keys(entries) | around

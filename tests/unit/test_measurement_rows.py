@@ -136,6 +136,41 @@ def test_the_command_succeeds_where_the_rows_asked_for_are_met(topic, capsys):
     assert [r["id"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["S1", "S2"]
 
 
+def test_a_file_is_gone_on_with_and_what_it_has_is_not_measured_again(topic, tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    assert main.main(["sample", "--row", "S3", "--json", str(path)]) == 1
+    written = []
+    monkeypatch.setattr(main, "write_json", lambda path, content: written.append([r["id"] for r in content["rows"]]))
+    assert main.main(["sample", "--json", str(path), "--resume"]) == 1, "S3 is still not met"
+    assert written == [["S1", "S3"], ["S1", "S2", "S3"]], "after every row, in the topic's order"
+
+
+def test_a_row_without_a_value_is_measured_again(topic, tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    monkeypatch.setattr(topic, "ROWS", (row("S1", value=RuntimeError("no")), row("S2")))
+    assert main.main(["sample", "--json", str(path)]) == 1
+    monkeypatch.setattr(topic, "ROWS", (row("S1", value=0.25), row("S2", value=RuntimeError("measured again"))))
+    assert main.main(["sample", "--json", str(path), "--resume"]) == 0
+    assert [r["value"] for r in json.loads(path.read_text())["rows"]] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(("name", "value"), [("topic", "other"), ("megatron_lm", {"release": "1.0"}), ("cpu", "other")])
+def test_rows_of_another_run_are_not_mixed_with_these(topic, capsys, tmp_path, name, value):
+    path = tmp_path / "result.json"
+    main.main(["sample", "--json", str(path)])
+    content = json.loads(path.read_text())
+    (content["environment"] if name in content["environment"] else content)[name] = value
+    path.write_text(json.dumps(content))
+    assert main.main(["sample", "--json", str(path), "--resume"]) == 2
+    assert name in capsys.readouterr().err
+    assert json.loads(path.read_text()) == content
+
+
+def test_going_on_needs_a_file(topic, capsys):
+    assert main.main(["sample", "--resume"]) == 2
+    assert "add --json FILE" in capsys.readouterr().err
+
+
 def test_the_command_refuses_a_row_that_is_not_there(topic, capsys):
     assert main.main(["sample", "--row", "S9"]) == 2
     assert "no row 'S9'" in capsys.readouterr().err

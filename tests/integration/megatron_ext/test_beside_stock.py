@@ -16,6 +16,7 @@ from tests.integration.megatron_ext.runs import (
     GATED,
     NO_DROPOUT,
     losses,
+    losses_and_norms,
     paged_modules,
     trainer,
 )
@@ -64,6 +65,27 @@ def test_losses_norms_and_zero_counts_are_stocks(pools, corpus, layout):
         # A product of a page can round to zero where stock's did not, and the other way round; seldom.
         assert found["megascale"][3] == pytest.approx(found["stock"][3], abs=3)
         assert found == answers[0], "ranks report the same"
+
+
+def clipped(rank: int, world: int, *, corpus: str, options: str) -> list[list[tuple[float, float | None]]]:
+    """Losses and norms of stock's steps and of ours, all of which clip."""
+    found = []
+    for megascale in (False, True):
+        with trainer(corpus, options, NO_DROPOUT, "--bf16 --clip-grad 0.1", megascale=megascale) as run:
+            found.append(losses_and_norms(run, 8))
+            assert all(experts.layout.num_slices == 1 for experts in (paged_modules(run) if megascale else ()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, GATED), (2, f"{GATED} {EXPERT_PARALLEL}"), (2, f"{GATED} {EXPERT_PARALLEL} {DISTRIBUTED_OPTIMIZER}")],
+    ids=["alone", "ep2", "ep2-distributed"],
+)
+def test_in_bf16_clipping_is_stocks_to_the_last_bit(pools, corpus, world, options):
+    for stock, paged in pools[world].run(clipped, corpus=corpus, options=options):
+        assert min(norm or 0.0 for _, norm in stock) > 0.1, "every step clips"
+        assert paged == stock
 
 
 # --- where a run starts --------------------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from megascale_omni.experts.gradients import ExpertGradients
+from megascale_omni.experts.shards import PageShards
 from megascale_omni.paging.planes import Plane
 from tests.unit.experts.paged import (
+    FFN,
     GELU,
     SWIGLU,
     active_experts,
@@ -137,3 +140,38 @@ def test_two_modules_of_one_manager_keep_their_gradients_apart():
             forward_backward(experts, batch)
     for experts, batch in zip((first, second), batches, strict=True):
         assert_gradients(experts, batch, batch)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["weights", "weights and biases"])
+@pytest.mark.parametrize("activation", [SWIGLU, GELU], ids=["gated", "ungated"])
+def test_norms_by_tensor_have_the_bits_of_stocks_tensors(activation, bias):
+    experts = small_experts(activation, rows=FFN, bias=bias)
+    forward_backward(experts, random_batch((3, 0, 5, 2)))
+    found = ExpertGradients([experts])
+    found.by_tensor = True
+    found.finish(scale=0.3)
+    for _ in range(2):
+        dense = experts.dense(Plane.GRADIENT)
+        expected = {
+            (expert, 0): tuple(
+                float(torch.norm(t)) for n, t in dense.items() if n.startswith(f"local_experts.{expert}.")
+            )
+            for expert in (0, 2, 3)
+        }
+        assert found.norms(experts, PageShards()) == expected, "an expert without tokens has none"
+        squares = sum(norm**2 for norms in expected.values() for norm in norms)
+        assert found.squares(PageShards()) == pytest.approx(squares, rel=1e-12)
+        found.scale(1.7)  # they are taken anew: a scaled norm has not the bits of a scaled tensor's
+
+
+def test_an_expert_of_several_pages_has_a_norm_a_page():
+    experts = small_experts()
+    forward_backward(experts, random_batch((3, 0, 0, 0)))
+    found = ExpertGradients([experts])
+    found.by_tensor = True
+    found.finish()
+    assert {name: len(norms) for name, norms in found.norms(experts, PageShards()).items()} == {
+        (0, 0): 1,
+        (0, 1): 1,
+        (0, 2): 1,
+    }

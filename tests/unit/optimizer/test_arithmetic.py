@@ -199,6 +199,7 @@ def test_fused_steps_are_the_same_on_cuts_at_the_stated_multiple(multiples, tail
 def test_views_of_many_chunks_and_any_number_of_threads(kind, monkeypatch, chunk, threads):
     numel = 2**16 + 2**12 + 13
     monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(module, "STEP_CHUNK", chunk)
     p, g = torch.randn(numel), torch.randn(numel)
     dense, ours, state = Dense(p, kind), arithmetic_for(decoupled=kind[0], fused=kind[1]), state_of(p)
     first, *rest = records(6)

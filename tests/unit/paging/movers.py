@@ -41,6 +41,7 @@ class ManualMover(Mover):
             future.set_exception(error)
         else:
             future.set_result(None)
+        self._progress.one_more()
 
     def complete_all(self) -> None:
         """Makes all pending jobs."""
@@ -56,6 +57,7 @@ class ManualMover(Mover):
     def close(self) -> bool:
         for future, _, _ in self.pending:
             future.cancel()
+            self._progress.one_more()
         self.pending.clear()
         return super().close()
 
