@@ -131,3 +131,5 @@ def load_state(
         raise ValueError(f"checkpoint {opened.folder} {'; '.join(problems)}")
     opened.dense.load(state.tensors)
     pages_load.load_pages(opened.pages, state.experts, state.adam, with_state=with_state)
+    if with_state:
+        pages_load.load_heat(opened.pages, state.experts)

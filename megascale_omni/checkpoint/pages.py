@@ -65,6 +65,11 @@ class ExpertsPiece:
             return [first, first + count]
         return {"numbers": list(self.numbers)}
 
+    @property
+    def all_numbers(self) -> tuple[int, ...]:
+        """Global number of each local expert."""
+        return self.numbers or tuple(range(self.first_expert, self.first_expert + self.experts.num_experts))
+
     def at(self, name: PageName) -> PageAt:
         """A local page's global name."""
         number = self.first_expert + name[0] if self.numbers is None else self.numbers[name[0]]
@@ -228,7 +233,7 @@ def _copying(manager: ExpertManager, page_id: int) -> Callable[[], Data]:
 
 
 def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> dict[str, Any]:
-    modules = {}
+    modules: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         binding = None if adam is None else adam.bindings.get(piece.experts)
         shape = piece.experts.shape
@@ -241,6 +246,9 @@ def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> di
             "style": piece.experts.names.style,
             "groups": None if binding is None else [binding.weights, binding.biases],
         }
+        if piece.experts.manager.heat is not None:
+            heat = piece.experts.manager.heat.stored(piece.experts.pages.entry.module, piece.all_numbers)
+            modules[piece.path]["heat"] = heat
     return modules
 
 

@@ -19,6 +19,7 @@ from megascale_omni.optimizer.arithmetic import arithmetic_for
 from megascale_omni.optimizer.history import History, StepRecord
 from megascale_omni.optimizer.paged_adam import MOMENTS, PagedAdam
 from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.observe import StoredHeat
 from megascale_omni.paging.planes import Plane
 
 
@@ -62,6 +63,7 @@ class PagesIndex:
     pages: dict[tuple[str, int], list[StoredPage]] = field(default_factory=dict)
     num_steps: int | None = None
     arithmetic: str = ""
+    heat: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, indices: Iterable[bytes]) -> PagesIndex:
@@ -95,6 +97,8 @@ class PagesIndex:
             shape = ExpertShape(hidden=item["hidden"], ffn=item["ffn"], gated=item["gated"], bias=item["bias"])
             weights, biases = (None if g is None else groups[g] for g in item["groups"] or (None, None))
             module = StoredModule(shape, item["num_experts"], (weights, biases), item.get("style", ""))
+            if "heat" in item:
+                self.heat.setdefault(path, []).append(item["heat"])
             if self.modules.setdefault(path, module) != module:
                 raise ValueError(f"checkpoint {self.folder}: its ranks say different things about {path}")
         for path, expert, start, stop, last_step, planes in content["pages"]:
@@ -177,6 +181,20 @@ def load_pages(index: PagesIndex, pieces: Sequence[ExpertsPiece], adam: PagedAda
         adam.catch_up_all()
         for experts in adam.modules:
             adam.sync_weights(experts)
+
+
+def load_heat(index: PagesIndex, pieces: Sequence[ExpertsPiece]) -> None:
+    """Gives the heat that the checkpoint has of the experts to those who keep it here."""
+    for manager in {piece.experts.manager for piece in pieces}:
+        here = [piece for piece in pieces if piece.experts.manager is manager and piece.path in index.heat]
+        if manager.heat is not None and here:
+            stored = {
+                piece.experts.pages.entry.module: StoredHeat(
+                    index.heat[piece.path], piece.all_numbers, piece.num_experts, piece.share.rank, piece.share.size
+                )
+                for piece in here
+            }
+            manager.heat.restore(stored)
 
 
 def _make_planes(index: PagesIndex, piece: ExpertsPiece) -> None:

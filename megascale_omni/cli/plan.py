@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megascale_omni.planner.plan import Plan
 
 NAME = "plan"
+ASSUMED_DEVICE = "h100"
 HELP = "say before a run what fits where, how long a step takes, and where paging loses"
 
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML or JSON of Megatron's argument names, or flags",
     )
     parser.add_argument(
-        "--device", default="h100", metavar="NAME", help="a100, h100, h200, gh200 (default h100), or here: measure"
+        "--device", metavar="NAME", help=f"a100, h100, h200, gh200 (assumed: {ASSUMED_DEVICE}), or here: measure"
     )
     parser.add_argument("--device-memory", metavar="SIZE", help="default: the device's")
     parser.add_argument("--host-memory", default="0", metavar="SIZE", help="for pages, of this rank (default 0)")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
         device = measure_here(card, page_bytes=page_bytes)
     else:
-        device = device_named(args.device)
+        device = device_named(args.device or ASSUMED_DEVICE)
     if args.link is not None:
         device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
     if args.flops is not None:
@@ -106,15 +107,18 @@ def run(args: argparse.Namespace) -> int:
         budget = parse_budget(args.budget, key="--budget").bytes_of(state.total_bytes)
         plan = dataclasses.replace(plan, budget_bytes=budget)
     found = make_plan(card, machine, plan)
-    print(json.dumps(found.as_json(), indent=1) if args.json else "\n".join(_lines(found)))
+    assumed = args.device is None
+    values = {**found.as_json(), "device_assumed": assumed}
+    print(json.dumps(values, indent=1) if args.json else "\n".join(_lines(found, assumed=assumed)))
     return 0
 
 
-def _lines(plan: Plan) -> list[str]:
+def _lines(plan: Plan, *, assumed: bool) -> list[str]:
     from megascale_omni.planner.plan import gib
 
     lines = [
         f"{plan.model}: {plan.parameters / 1e9:.2f} billion parameters, {plan.expert_parameters / 1e9:.2f} in experts",
+        f"device: {plan.device}" + (", assumed: name yours (--device NAME, or here to measure it)" if assumed else ""),
         f"one rank: dense state {gib(plan.dense_bytes)}, activations about {gib(plan.activation_bytes)}, "
         f"pages {gib(plan.total_page_bytes)}",
         "  by plane: " + ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in plan.plane_bytes.items()),

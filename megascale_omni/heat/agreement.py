@@ -10,6 +10,7 @@ into it: another budget decides the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from megascale_omni.config import HeatConfig
 from megascale_omni.heat.states import Heat, Snapshot
+from megascale_omni.heat.stored import Counts
 
 TOKENS, FORWARDS, LAST = 0, 1, 2
 
@@ -111,6 +113,16 @@ class AgreedHeat:
         idle = np.maximum(0, done - self._last[module])
         # A gradient is pending of experts with tokens in the step that is over only, and these are not idle.
         return Snapshot(metrics, idle, self.states[module], pending=idle < 1)
+
+    def restore(self, counts: Sequence[Counts], states: list[np.ndarray]) -> None:
+        """Goes on from stored counts and states of all experts, module by module; the same on all ranks."""
+        parts = min(len(of_module.parts) for of_module in counts)
+        self._past = [
+            np.stack([of_module.parts[len(of_module.parts) - parts + part, :, :LAST] for of_module in counts])
+            for part in range(parts)
+        ]
+        self._last = np.stack([of_module.last for of_module in counts])
+        self.states = states
 
     def local(self, values: np.ndarray, count: int) -> np.ndarray:
         """This rank's part of something an expert."""

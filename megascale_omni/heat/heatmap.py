@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from megascale_omni.config import HeatConfig
+from megascale_omni.heat.stored import FORWARDS, TOKENS, USES, Counts
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.planes import ModuleEntry
 from megascale_omni.schedule import Phase
 
 COMPUTE, MEMORY, COMMUNICATION = 0, 1, 2
@@ -28,7 +30,7 @@ class HeatMap:
         self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
         self._forwards: dict[int, np.ndarray] = {}  # of the part at hand with tokens of each expert, [experts]
         self._uses = np.zeros(0, dtype=np.int64)  # of page indices
-        self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]
+        self._past: dict[int, list[np.ndarray]] = {}  # parts, [experts, 3]: tokens, forwards, uses
         self.last_token_step: dict[int, np.ndarray] = {}
 
     # -- what is seen --------------------------------------------------------------------------------------------------
@@ -37,11 +39,13 @@ class HeatMap:
         """See Observer."""
         if visit.phase not in HEATING:
             return
-        numbering = self._manager.numbering
-        if len(self._uses) < numbering.num_indices:
-            more = np.zeros(numbering.num_indices - len(self._uses), dtype=np.int64)
-            self._uses = np.concatenate([self._uses, more])
-        self._uses[numbering.entries[visit.module].first_index + pages] += len(visit.planes)
+        self._see_all_pages()
+        self._uses[self._manager.numbering.entries[visit.module].first_index + pages] += len(visit.planes)
+
+    def _see_all_pages(self) -> None:
+        more = self._manager.numbering.num_indices - len(self._uses)
+        if more > 0:
+            self._uses = np.concatenate([self._uses, np.zeros(more, dtype=np.int64)])
 
     def routed(self, module: int, counts: np.ndarray) -> None:
         """See Observer."""
@@ -92,18 +96,8 @@ class HeatMap:
     def end_part(self) -> None:
         """The newest part is complete; the oldest is forgotten."""
         for module in self._manager.modules:
-            number, entry = module.entry.module, module.entry
-            part = np.zeros((entry.num_experts, 3))
-            tokens = self._tokens.get(number)
-            if tokens is not None:
-                # A token's products: forward, gradients of inputs and of weights.
-                part[:, COMPUTE] = tokens * (6.0 * module.layout.shape.num_parameters)
-                part[:, COMMUNICATION] = tokens * float(self.travels.get(number, 0))
-            uses = self._uses[entry.first_index : entry.first_index + entry.num_pages]
-            if len(uses):
-                part[:, MEMORY] = uses.reshape(entry.num_experts, entry.num_slices).sum(axis=1)
-            past = self._past.setdefault(number, [])
-            past.append(part)
+            past = self._past.setdefault(module.entry.module, [])
+            past.append(self._open(module.entry))
             del past[: -self._parts]
         self._tokens.clear()
         self._forwards.clear()
@@ -114,11 +108,52 @@ class HeatMap:
         past = self._past.get(module)
         if not past:
             return np.zeros((self._manager.numbering.entries[module].num_experts, 3))
-        return np.sum(past, axis=0)  # type: ignore[no-any-return]
+        return self._metrics(module, np.sum(past, axis=0))
 
     def newest(self, module: int) -> np.ndarray:
         """``[experts, 3]`` of the newest part."""
-        return self._past[module][-1]
+        return self._metrics(module, self._past[module][-1])
+
+    def _open(self, entry: ModuleEntry) -> np.ndarray:
+        """``[experts, 3]`` of the part at hand: tokens, forwards, uses."""
+        part = np.zeros((entry.num_experts, 3), dtype=np.int64)
+        if entry.module in self._tokens:
+            part[:, TOKENS], part[:, FORWARDS] = self._tokens[entry.module], self._forwards[entry.module]
+        uses = self._uses[entry.first_index : entry.first_index + entry.num_pages]
+        if len(uses) == entry.num_pages:
+            part[:, USES] = uses.reshape(entry.num_experts, entry.num_slices).sum(axis=1)
+        return part
+
+    def _metrics(self, module: int, counts: np.ndarray) -> np.ndarray:
+        """``[experts, metric]`` of tokens, forwards and uses."""
+        found, tokens = np.zeros(counts.shape), counts[:, TOKENS].astype(float)
+        # A token's products: forward, gradients of inputs and of weights.
+        found[:, COMPUTE] = tokens * (6.0 * self._manager.modules[module].layout.shape.num_parameters)
+        found[:, MEMORY] = counts[:, USES]
+        found[:, COMMUNICATION] = tokens * float(self.travels.get(module, 0))
+        return found
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def stored(self, module: int) -> Counts:
+        """What a checkpoint has of a module's counts, see stored's [Note: stored heat]."""
+        entry = self._manager.numbering.entries[module]
+        past = self._past.get(module, [])
+        parts = np.stack(past) if past else np.zeros((0, entry.num_experts, 3), dtype=np.int64)
+        last = self.last_token_step.get(module, np.zeros(entry.num_experts, dtype=np.int64))
+        return Counts(parts, self._open(entry), last.copy(), entry.num_slices)
+
+    def restore(self, module: int, counts: Counts) -> None:
+        """Goes on from stored counts."""
+        entry = self._manager.numbering.entries[module]
+        self._past[module] = list(counts.parts[-self._parts :])
+        self._tokens[module] = counts.open[:, TOKENS].copy()
+        self._forwards[module] = counts.open[:, FORWARDS].copy()
+        self.last_token_step[module] = counts.last.copy()
+        self._see_all_pages()
+        uses = self._uses[entry.first_index : entry.first_index + entry.num_pages]
+        uses[:] = 0
+        uses[:: entry.num_slices] = counts.open[:, USES]  # of which of its pages is not asked
 
     def idle_steps(self, module: int) -> np.ndarray:
         """Whole steps since each expert's last token (since its module was first seen, where it never had one)."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +15,10 @@ from megascale_omni.config import HeatConfig
 from megascale_omni.heat.agreement import AgreedHeat, Exchange, spared
 from megascale_omni.heat.heatmap import HeatMap
 from megascale_omni.heat.states import Heat, Snapshot, classify, scores, to_freeze, to_probe
+from megascale_omni.heat.stored import by_number, combined
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.observe import StoredHeat
 from megascale_omni.paging.planes import Plane
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,7 @@ class HeatKeeper:
         self._masks: dict[int, np.ndarray | None] = {}
         self.on_refresh: Callable[[int], None] = lambda step: None
         manager.observers.append(self.map)
+        manager.heat = self
         manager.schedule.on_step(self._step)
 
     @property
@@ -207,7 +212,88 @@ class HeatKeeper:
                         self.config.alarm_hours,
                     )
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def stored(self, module: int, numbers: Sequence[int]) -> dict[str, Any]:
+        """What a checkpoint has of a module, see stored's [Note: stored heat]. ``numbers``: of its local experts."""
+        here, now = range(len(numbers)), self._clock()
+        states = self.states.get(module, np.full(len(numbers), Heat.WARM, dtype=np.int8))
+        return {
+            "experts": list(numbers),
+            "counts": self.map.stored(module).as_json(),
+            "refresh_steps": self.config.refresh_steps,
+            "turn": self._turn,
+            "threshold": self._threshold.get(module),
+            "states": states.tolist(),
+            "frozen": [self.frozen_at.get((module, expert)) for expert in here],
+            "cold_seconds": [
+                int(now - self._cold_since[module, expert]) if (module, expert) in self._cold_since else None
+                for expert in here
+            ],
+            "alarmed": [True if (module, expert) in self.long_cold else None for expert in here],
+        }
+
+    def restore(self, modules: Mapping[int, StoredHeat]) -> None:
+        """Goes on from what was stored: counts, states, and whom routers leave out. Frozen experts' pages leave."""
+        known = {number: self._comparable(of) for number, of in modules.items() if of.found}
+        for number, of in known.items():
+            self._restore(number, of)
+        agreed = self._agreed
+        everybody = [known[m.entry.module] for m in self._manager.modules if m.entry.module in known]
+        if agreed is None or len(everybody) < len(self._manager.modules):
+            return
+        if any(of.num_experts != agreed.exchange.num_experts for of in everybody):
+            return
+        slices = [module.entry.num_slices for module in self._manager.modules]
+        counts = [combined(of.found, range(of.num_experts), slices=n) for of, n in zip(everybody, slices, strict=True)]
+        agreed.restore(counts, [_states(of.found, range(of.num_experts)) for of in everybody])
+        for number, states in enumerate(agreed.states):
+            out = states == Heat.FROZEN
+            self._masks[number] = out if self.reroutes and out.any() else None
+
+    def _comparable(self, of: StoredHeat) -> StoredHeat:
+        """Without the parts of the window where a part has another number of steps now."""
+        found = [
+            item
+            if item["refresh_steps"] == self.config.refresh_steps
+            else {**item, "counts": {**item["counts"], "parts": []}}
+            for item in of.found
+        ]
+        return replace(of, found=found)
+
+    def _restore(self, number: int, of: StoredHeat) -> None:
+        module = self._manager.modules[number]
+        counts = combined(of.found, of.numbers, slices=module.entry.num_slices)
+        self.map.restore(number, counts.share(of.rank, of.size))
+        self._turn = max(item["turn"] for item in of.found)
+        thresholds = [item["threshold"] for item in of.found if item["threshold"] is not None]
+        if thresholds:
+            self._threshold[number] = thresholds[0]
+        states = _states(of.found, of.numbers)
+        if not (self._manager.pager.can_evict or self.reroutes):
+            states[states == Heat.FROZEN] = Heat.COLD
+        self.states[number] = states
+        frozen, cold, alarmed = (by_number(of.found, key) for key in ("frozen", "cold_seconds", "alarmed"))
+        now = self._clock()
+        for expert, name in enumerate(of.numbers):
+            if states[expert] == Heat.FROZEN:
+                self._manager.send_away(self._pages(module, expert))
+                step, score = frozen.get(name, (self._manager.schedule.moment.step, 0.0))
+                self.frozen_at[number, expert] = step, score
+            if name in cold:
+                self._cold_since[number, expert] = now - cold[name]
+            if name in alarmed:
+                self.long_cold.add((number, expert))
+
     def close(self) -> None:
         """Observes no longer."""
         if self.map in self._manager.observers:
             self._manager.observers.remove(self.map)
+        if self._manager.heat is self:
+            self._manager.heat = None
+
+
+def _states(found: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> np.ndarray:
+    """Stored states of experts (global numbers); those that nobody stored are warm."""
+    known = by_number(found, "states")
+    return np.array([known.get(number, Heat.WARM) for number in numbers], dtype=np.int8)

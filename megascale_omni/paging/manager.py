@@ -29,7 +29,7 @@ from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.needs import check_budget, class_needs
-from megascale_omni.paging.observe import Observer
+from megascale_omni.paging.observe import KeepsHeat, Observer
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.planes import NUM_PLANES, PageKey, PageNumbering, Plane
@@ -83,6 +83,7 @@ class ExpertManager:
         self.schedule.on_step(self.outlook.end_step)
         self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
+        self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,4 +47,31 @@ class Observer(Protocol):
 
     def written(self, page_ids: np.ndarray) -> None:
         """A holder announced that it changes pages."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredHeat:
+    """What the ranks of a saved run had of a module's heat, and which of its experts are here.
+
+    ``found``: of each rank that had some of them. ``numbers``: global numbers of the local experts, of ``num_experts``
+    in the layer. This rank is number ``rank`` of ``size`` that have these experts.
+    """
+
+    found: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
+    num_experts: int
+    rank: int = 0
+    size: int = 1
+
+
+class KeepsHeat(Protocol):
+    """Who keeps the heat of a manager's experts, as checkpoints see it. Modules by their number."""
+
+    def stored(self, module: int, numbers: Sequence[int]) -> dict[str, Any]:
+        """Plain values of a module whose local experts are globally ``numbers``."""
+        ...
+
+    def restore(self, modules: Mapping[int, StoredHeat]) -> None:
+        """Goes on from what was stored."""
         ...

@@ -31,6 +31,7 @@ class Plan:
     """What a run will need and cost on one rank."""
 
     model: str
+    device: str
     parameters: int
     expert_parameters: int
     dense_bytes: int
@@ -109,6 +110,7 @@ def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
         words += _about(prediction, state, tokens_per_expert=tokens_per_expert, break_even=break_even, tiers=tiers)
     return Plan(
         model=card.name,
+        device=machine.device.name,
         parameters=card.parameters,
         expert_parameters=card.expert_parameters,
         dense_bytes=dense,

@@ -106,12 +106,17 @@ def _kill(launcher: int, rank: int, struck: list[float]) -> None:
 
 
 def killed_runs(data_path: Path, *, more: int = 2) -> list[Killed]:
-    """All runs so far, ``more`` of them new as long as there are fewer than ``RUNS``; in turn on 2 and on 4 ranks."""
+    """Runs so far in which a rank was killed, ``more`` of all runs new as long as these are fewer than ``RUNS``.
+
+    In turn on 2 and on 4 ranks. A run that ended before its kill is written down, and counts for nothing.
+    """
     RESULTS.parent.mkdir(exist_ok=True)
     done = [Killed(**json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     references: dict[int, tuple[dict[int, set[float]], float]] = {}
     with tempfile.TemporaryDirectory(prefix="megascale-kills-") as folder:
-        for seed in range(len(done), min(RUNS, len(done) + more)):
+        for seed in range(len(done), len(done) + more):
+            if sum(run.struck for run in done) >= RUNS:
+                break
             ranks = 2 if seed % 2 == 0 else 4
             if ranks not in references:
                 alone, start = Path(folder) / f"alone-{ranks}", time.monotonic()
@@ -129,7 +134,7 @@ def killed_runs(data_path: Path, *, more: int = 2) -> list[Killed]:
             say(f"    {done[-1]}")
             with RESULTS.open("a") as file:
                 file.write(json.dumps(asdict(done[-1])) + "\n")
-    return done
+    return [run for run in done if run.struck]
 
 
 if __name__ == "__main__":
