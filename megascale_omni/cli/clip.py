@@ -16,7 +16,7 @@ HELP = "show gradient norms, thresholds and clipping of each module of a run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, and the picture."""
-    parser.add_argument("run_file", metavar="RUN", help="file of --metrics-jsonl, or a folder that holds it alone")
+    parser.add_argument("run_file", metavar="RUN", help="file of --metrics-jsonl, or a folder with no other .jsonl")
     parser.add_argument("--png", metavar="FILE", help="draw norms, thresholds, GVC and clip ratios over time")
 
 

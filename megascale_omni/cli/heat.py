@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+
+MOST_NAMED = 16
 
 NAME = "heat"
 HELP = "show which experts of a run are hot, warm, cold or frozen"
@@ -14,8 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="draw experts over time")
 
 
+def _told(experts: Sequence[int], state: str) -> str:
+    """How many are in a state, and which of the rank's own (from 0), where that is news and a short list."""
+    if state == "warm" or not 0 < len(experts) <= MOST_NAMED:
+        return f"{len(experts)} {state}"
+    return f"{len(experts)} {state} ({' '.join(map(str, experts))})"
+
+
 def run(args: argparse.Namespace) -> int:
-    """Prints the last states a module; returns 0."""
+    """Prints the last states, module by module; returns 0."""
     from megascale_omni.heat.report import read_report
     from megascale_omni.heat.states import Heat
     from megascale_omni.pictures.heat import draw_heat, heat_grid
@@ -26,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"after step {steps[-1]}:")
     for (row, name), end in zip(begins, ends, strict=True):
         last = grid[row:end, -1]
-        counts = ", ".join(f"{int((last == state).sum())} {state.name.lower()}" for state in reversed(Heat))
-        print(f"  {name}: {counts}")
+        told = ", ".join(_told((last == state).nonzero()[0].tolist(), state.name.lower()) for state in reversed(Heat))
+        print(f"  {name}: {told}")
     if args.png:
         draw_heat(reports, args.png)
         print(f"picture: {args.png}")

@@ -113,11 +113,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _count(parameters: float) -> str:
+    return f"{parameters / 1e9:,.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
+
+
 def _lines(plan: Plan, *, assumed: bool) -> list[str]:
     from megascale_omni.planner.plan import gib
 
     lines = [
-        f"{plan.model}: {plan.parameters / 1e9:.2f} billion parameters, {plan.expert_parameters / 1e9:.2f} in experts",
+        f"{plan.model}: {_count(plan.parameters)} parameters, {_count(plan.expert_parameters)} in experts",
         f"device: {plan.device}" + (", assumed: name yours (--device NAME, or here to measure it)" if assumed else ""),
         f"one rank: dense state {gib(plan.dense_bytes)}, activations about {gib(plan.activation_bytes)}, "
         f"pages {gib(plan.total_page_bytes)}",

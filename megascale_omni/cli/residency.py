@@ -21,11 +21,11 @@ def run(args: argparse.Namespace) -> int:
 
     reports = read_report(args.folder)
     series = residency_series(reports)
-    print(f"{len(series['step'])} steps on {len(reports)} ranks")
+    print(f"{len(series['step'])} steps on {len(reports)} rank{'s' * (len(reports) > 1)}")
     for tier, label in TIER_LABELS.items():
-        print(f"  {label}: {series[tier][-1] / 2**20:.1f} MiB at the end, {series[tier].max() / 2**20:.1f} at most")
+        print(f"  {label}: {series[tier][-1] / 2**20:,.1f} MiB at the end, {series[tier].max() / 2**20:,.1f} at most")
     print(f"  page faults: {int(series['faults'].sum())}")
-    print(f"  loaded {series['loaded'].sum() / 2**20:.1f} MiB, written {series['written'].sum() / 2**20:.1f} MiB")
+    print(f"  loaded {series['loaded'].sum() / 2**20:,.1f} MiB, written {series['written'].sum() / 2**20:,.1f} MiB")
     print(f"  waiting for pages: {series['stall_seconds'].sum():.2f} s of {series['seconds'].sum():.2f} s")
     if args.png:
         draw_residency(reports, args.png)

@@ -66,7 +66,10 @@ def read_clip_record(run: str | Path) -> ClipRecord:
         if isinstance(record, dict) and record.get("event") == "step" and "mpus" in (record.get("clip") or {}):
             by_step[int(record["iteration"])] = record
     if not by_step:
-        raise ValueError(f"{path} has no step with clipping by module; train with --megascale-clip cmsa")
+        raise ValueError(
+            f"{path} has no step with clipping by module; train with --megascale-clip cmsa and give the file of "
+            "--metrics-jsonl (--megascale-report writes of pages only)"
+        )
     return _record([by_step[step] for step in sorted(by_step)])
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 from megascale_omni.clipping.record import ClipRecord
 from megascale_omni.pictures.canvas import new_figure, save
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+# Four blocks of layers with experts, embedding and the rest are ten modules: each has a colour of its own.
+_COLORS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"),
+    *("#882255", "#b8ad00", "#5b3a9d", "#7a4a1e"),
+)
 
 
 def draw_clipping(record: ClipRecord, path: str | Path) -> None:

@@ -55,6 +55,7 @@ def draw_heat(reports: Sequence[RankReport], path: str | Path) -> None:
     """Writes the picture. Raises ValueError where there is nothing to draw."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     grid, steps, begins = heat_grid(reports)
     figure = new_figure(10, min(16.0, max(4.0, 1.8 + 0.16 * len(grid))))
@@ -77,7 +78,9 @@ def draw_heat(reports: Sequence[RankReport], path: str | Path) -> None:
     middles = {row: (row + end) / 2 for (row, _), end in zip(begins, ends, strict=True)}
     axes.set_yticks([middles[row] for row, _ in shown], [name for _, name in shown])
     axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("training step")
+    axes.set_ylabel("experts of each layer, from 0 downwards")
     counts = {state: float((grid[:, -1] == state).mean()) for state in Heat}
     axes.set_title(
         f"{len(grid)} experts over {steps[-1]} steps; at the end "

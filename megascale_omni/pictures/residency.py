@@ -56,6 +56,8 @@ def _column(report: RankReport, length: int, *keys: str) -> np.ndarray:
 
 def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     """Writes the picture. Raises ValueError where there is nothing to draw."""
+    from matplotlib.ticker import MaxNLocator
+
     series = residency_series(reports)
     steps, unit, name = series["step"], *_unit(max(float(np.sum([series[t] for t in TIER_COLOURS], axis=0).max()), 1.0))
     figure = new_figure(10, 8)
@@ -91,6 +93,7 @@ def draw_residency(reports: Sequence[RankReport], path: str | Path) -> None:
     # The first steps have another length: nothing was known yet. They must not hide the others.
     stalls.plot(steps[1:], series["seconds"][1:], color="#555", linewidth=1.2, label="whole step")
     stalls.fill_between(steps[1:], series["stall_seconds"][1:], color=TIER_COLOURS["device"], label="waiting for pages")
+    stalls.xaxis.set_major_locator(MaxNLocator(integer=True))
     stalls.set_ylabel("seconds")
     stalls.set_xlabel("training step")
     stalls.set_ylim(bottom=0)

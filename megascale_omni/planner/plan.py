@@ -166,7 +166,10 @@ def _words(card: ModelCard, machine: Machine, state: RankState, *, room: int, de
         found.append("Everything fits in device memory: paging is not needed. Leave the budget out.")
     short = state.total_bytes - room - machine.host_memory
     if short > 0 and machine.disk is None:
-        found.append(f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks.")
+        found.append(
+            f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks. "
+            "The step above counts them as if host memory had room."
+        )
     return found
 
 

@@ -208,7 +208,9 @@ def read_mapping(path: str | Path, what: str) -> object:
     path = Path(path)
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{what} file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ValueError(f"{what} file {path} cannot be read: {error}") from error
     try:
         if path.suffix == ".json":

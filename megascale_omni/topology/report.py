@@ -34,8 +34,8 @@ def simulate_job(args: argparse.Namespace) -> dict[str, object]:
     ranks, size = args.ranks or topology.num_ranks, args.expert_parallel
     if size < 1 or ranks % size or ranks > topology.num_ranks:
         raise ValueError(
-            f"{ranks} ranks in groups of {size} on a topology of {topology.num_ranks}: choose a divisor, and no more "
-            "ranks than there are"
+            f"{ranks} ranks in groups of {size} on a topology of {topology.num_ranks}: choose a divisor "
+            "(--expert-parallel), and no more ranks than there are (--ranks)"
         )
     choices, experts = _choices(args, size)
     width = {"bf16": 2, "fp32": 4}[args.dtype]

@@ -58,3 +58,4 @@ def _bars(axes: Axes, runs: Sequence[Run], *, key: str, title: str) -> None:
     axes.margins(x=0.2)
     axes.set_title(f"{title}, median of seeds", fontsize=10)
     axes.tick_params(labelsize=8)
+    axes.locator_params(axis="x", nbins=4)

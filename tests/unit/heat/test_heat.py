@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from matplotlib import image
 
 from megascale_omni import cli
+from megascale_omni.cli import heat as heat_command
 from megascale_omni.config import HeatConfig, ObserveConfig
 from megascale_omni.heat.agreement import Alone, Exchange, spared
 from megascale_omni.heat.heatmap import COMPUTE, MEMORY
@@ -419,6 +420,19 @@ def test_commands_print_and_draw(report, command, tmp_path, capsys):
     assert image.imread(png).size
     text = capsys.readouterr().out
     assert "layer 1:" in text if command == "heat" else "page faults:" in text
+
+
+@pytest.mark.parametrize(
+    ("experts", "state", "told"),
+    [
+        ([2, 5], "hot", "2 hot (2 5)"),
+        ([], "frozen", "0 frozen"),
+        ([0, 1], "warm", "2 warm"),
+        (range(17), "cold", "17 cold"),
+    ],
+)
+def test_a_short_list_of_experts_is_named(experts, state, told):
+    assert heat_command._told(experts, state) == told
 
 
 def test_reports_of_several_ranks_are_shown_together(report, tmp_path, capsys):
