@@ -129,6 +129,29 @@ def test_a_dense_model_can_be_clipped_by_module_and_tensor_parallel_replicas_cou
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+# --- a weight that two stages have ------------------------------------------------------------------------------------
+
+
+def tied(rank: int, world: int, *, corpus: str, mpus: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weight of embedding and output layer after two steps, and what modules were multiplied by."""
+    options = f"{PIPELINE} --megascale-config {mpus}"
+    with trainer(corpus, options, NO_DROPOUT, GATED, CMSA, megascale=True) as run:
+        for _ in range(2):
+            run.train_step()
+        (weight,) = (p for p in run.model[0].parameters() if getattr(p, "shared_embedding", False))
+        modules = run.optimizer.clipping.report.modules
+        return weight.detach().clone(), {module.name: module.coefficient for module in modules}
+
+
+def test_stages_that_share_a_weight_clip_it_alike(pools, corpus, tmp_path):
+    mpus = tmp_path / "mpus.json"
+    mpus.write_text('{"clip": {"mpus": {"embedding.*": "embedding", "*": "others"}}}')
+    (first, clipped), (last, _) = pools[2].run(tied, corpus=corpus, mpus=str(mpus))
+    assert clipped["embedding"] != clipped["others"]
+    assert min(clipped.values()) < 1
+    assert torch.equal(first, last)
+
+
 # --- gradients that are not finite ------------------------------------------------------------------------------------
 
 
@@ -239,6 +262,21 @@ def through_stock(rank: int, world: int, *, corpus: str, options: str, folder: s
         if run.optimizer.clipping.clipper.calibration.step != 1:
             wrong.append("calibration does not begin anew after stock")
     return wrong
+
+
+def after_skipping(rank: int, world: int, *, corpus: str, folder: str) -> tuple[int, int]:
+    """Left-out steps and calibrated steps of a run by module that goes on from one that clipped as stock."""
+    with trainer(corpus, NO_DROPOUT, GATED, f"--megascale-nonfinite skip --save {folder}", megascale=True) as run:
+        run.optimizer.clipping.skipped_steps = 2
+        run.train_step()
+        run.save()
+    with trainer(corpus, NO_DROPOUT, GATED, AUTO, f"--load {folder}", megascale=True) as run:
+        run.train_step()
+        return run.optimizer.clipping.skipped_steps, run.optimizer.clipping.clipper.calibration.step
+
+
+def test_clipping_by_module_can_begin_after_a_run_that_left_steps_out(pools, corpus, tmp_path):
+    assert pools[1].run(after_skipping, corpus=corpus, folder=str(tmp_path / "checkpoint")) == [(2, 1)]
 
 
 @pytest.mark.parametrize(("world", "options"), [(1, ""), (2, EXPERT_PARALLEL)], ids=["single", "ep2"])
