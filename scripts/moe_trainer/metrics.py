@@ -33,7 +33,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        if append and Path(path).exists():
+        if append and Path(path).is_file():  # not a device
             with Path(path).open("rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115

@@ -158,7 +158,8 @@ def without_ranks(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(torch.nn.Linear(4, 3), mesh=init_device_mesh("cpu", (world,)))
+    model = torch.nn.Linear(4, 3)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     model(torch.ones(2, 4)).sum().backward()
     CMSAClipper.for_model(model, base=1.0).clip(model.named_parameters())
 

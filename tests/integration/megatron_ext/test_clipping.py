@@ -245,6 +245,28 @@ def test_calibration_goes_on_after_a_checkpoint(pools, corpus, tmp_path, world, 
     assert pools[world].run(interrupted, corpus=corpus, options=options, folder=folder) == [[]] * world
 
 
+def calibrated_state(rank: int, world: int, *, corpus: str, options: str, steps: int) -> str:
+    """The clipper's state after some steps, and a save where they are any."""
+    with trainer(corpus, options, NO_DROPOUT, GATED, AUTO, megascale=True) as run:
+        with_alpha(run, steps)
+        if steps:
+            run.save()
+        return repr(run.optimizer.clipping.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((2, f"{EXPERT_PARALLEL} {DISTRIBUTED_OPTIMIZER}"), (1, DISTRIBUTED_OPTIMIZER)), ((2, PIPELINE), (1, ""))],
+    ids=["ep2-distributed-to-one", "pp2-to-one"],
+)
+def test_calibration_goes_on_in_another_layout(pools, corpus, tmp_path, first, second):
+    folder = str(tmp_path / "checkpoint")
+    saved = pools[first[0]].run(calibrated_state, corpus=corpus, options=f"{first[1]} --save {folder}", steps=8)
+    loaded = pools[second[0]].run(calibrated_state, corpus=corpus, options=f"{second[1]} --load {folder}", steps=0)
+    assert "'step': 8" in saved[0]
+    assert {*saved} == {*loaded}, "nothing is lost, and all ranks have the same"
+
+
 def through_stock(rank: int, world: int, *, corpus: str, options: str, folder: str) -> list[str]:
     """A checkpoint of a run that is calibrating loads in stock; one of stock's starts a calibration."""
     first, second = f"{folder}/first", f"{folder}/second"

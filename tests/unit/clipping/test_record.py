@@ -63,8 +63,8 @@ def test_a_run_whose_last_step_was_left_out_has_an_alpha(tmp_path, capsys):
 
 def test_modules_that_a_restart_has_changed_are_all_shown(tmp_path, capsys):
     late = [step(i) for i in (3, 4)]
-    for record in late:
-        record["clip"]["mpus"] = {"decoder": record["clip"]["mpus"]["encoder"]}
+    for line in late:
+        line["clip"]["mpus"] = {"decoder": line["clip"]["mpus"]["encoder"]}
     record = read_clip_record(write(tmp_path / "run.jsonl", [step(1), step(2), *late]))
     assert [module.name for module in record.modules] == ["encoder", "generator", "decoder"]
     encoder, _, decoder = record.modules
