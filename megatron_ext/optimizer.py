@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -19,9 +18,9 @@ from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
-from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
+from megascale_omni.optimizer.paged_adam import PagedAdam
 from megascale_omni.paging.planes import Plane
-from megatron_ext import patches, support
+from megatron_ext import optimizer_groups, patches, support
 from megatron_ext.clipping import ModuleClipping, SkippingClipping
 from megatron_ext.distributed import MegaScaleDDP, innermost
 from megatron_ext.experts import SOURCE, MegaScaleExperts
@@ -300,11 +299,32 @@ def build_optimizer(
         config_overrides = get_standard_config_overrides(config)
     dense = stock(config, model_chunks, config_overrides, **options)
     expert_parallel = chunks[0].config.expert_model_parallel_size > 1
-    listed = _listed_groups(config, chunks, config_overrides, expert_parallel=expert_parallel)
-    places = _places(listed, dense, expert_parallel=expert_parallel)
-    bindings = _bindings([listed[place] for place in places.paged], chunks)
-    groups = [_without_parameters(listed[place], config) for place in places.paged]
-    shards, stats_group = PageShards(), _stats_group(dense, expert_parallel)
+    listed = optimizer_groups.listed_groups(config, chunks, config_overrides, expert_parallel=expert_parallel)
+    places = optimizer_groups.places(listed, dense, expert_parallel=expert_parallel)
+    adam = _paged_adam(config, chunks, [listed[place] for place in places.paged], dense)
+    in_order = [getattr(p, SOURCE, None) for group in listed for p in group["params"]]
+    stats_group = _stats_group(dense, expert_parallel)
+    paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group, in_order)
+    clipping = _clipping(clip, chunks, dense, paged)
+    chained = MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
+    adam.before_step = lambda: chained.before_step()
+    if config.clip_grad <= 0.0 and clipping is None and adam.shards.size == 1:
+        for chunk in chunks:
+            if chunk.last_gradients is not None and not chunk.config.calculate_per_token_loss:
+                chunk.last_gradients.stepper = adam
+    return chained
+
+
+def _paged_adam(
+    config: OptimizerConfig, chunks: Sequence[MegaScaleDDP], groups: list[dict[str, Any]], dense: ChainedOptimizer
+) -> PagedAdam:
+    """The optimizer of the chunks' pages, which get the planes that it needs. A collective.
+
+    Raises:
+        ValueError: the device budget does not hold these planes; an arithmetic that there is not; options at odds.
+    """
+    bindings = optimizer_groups.bindings(groups, chunks)
+    shards = PageShards()
     if config.use_distributed_optimizer:
         group: dist.ProcessGroup = chunks[0].intra_expt_dp_group
         shards = PageShards(rank=group.rank(), size=group.size(), group=group)
@@ -316,26 +336,20 @@ def build_optimizer(
         manager.set_plane_dtype(pages, Plane.MOMENT2, torch.float32)
     for manager in {experts.manager for experts in bindings}:
         manager.check_budget()
-    lag = next((e.runtime.config.paging.max_lag_steps for e in bindings), 0)
-    arithmetic = _arithmetic(config, dense, next((e.runtime for e in bindings), None))
     on_demand = patches.active_runtime().config.distributed.fetch == "demand"
     if on_demand and not config.use_distributed_optimizer:
         raise ValueError("--megascale-fetch demand needs state that is sharded; add --use-distributed-optimizer")
     adam = PagedAdam(
-        bindings.items(), groups=groups, arithmetic=arithmetic, shards=shards, max_lag=lag, on_demand=on_demand
+        bindings.items(),
+        groups=[optimizer_groups.without_parameters(group, config) for group in groups],
+        arithmetic=_arithmetic(config, dense, next((e.runtime for e in bindings), None)),
+        shards=shards,
+        max_lag=next((e.runtime.config.paging.max_lag_steps for e in bindings), 0),
+        on_demand=on_demand,
     )
     for experts in bindings:
         experts.adam = adam
-    in_order = [getattr(p, SOURCE, None) for group in listed for p in group["params"]]
-    paged = PagedOptimizer(adam, config, [chunk.gradients for chunk in chunks], stats_group, in_order)
-    clipping = _clipping(clip, chunks, dense, paged)
-    chained = MegaScaleChainedOptimizer(dense, paged, expert_parallel=expert_parallel, places=places, clipping=clipping)
-    adam.before_step = lambda: chained.before_step()
-    if config.clip_grad <= 0.0 and clipping is None and shards.size == 1:
-        for chunk in chunks:
-            if chunk.last_gradients is not None and not chunk.config.calculate_per_token_loss:
-                chunk.last_gradients.stepper = adam
-    return chained
+    return adam
 
 
 def _clipping(
@@ -407,93 +421,3 @@ def _arithmetic(config: OptimizerConfig, dense: ChainedOptimizer, runtime: Runti
     device = None if runtime is None else runtime.manager.arena.device
     kernels = runtime is not None and runtime.backend.name == "triton"
     return arithmetic_for(decoupled=decoupled, fused=fused, amsgrad=False, device=device, kernels=kernels)
-
-
-def _listed_groups(
-    config: OptimizerConfig,
-    model_chunks: Sequence[MegaScaleDDP],
-    overrides: dict[Any, Any] | None,
-    *,
-    expert_parallel: bool,
-) -> list[dict[str, Any]]:
-    """Stock's groups, experts included as stand-ins, of the optimizer that steps experts. A collective of all ranks."""
-    with ExitStack() as stack:
-        for chunk in model_chunks:
-            for module in chunk.paged_experts:
-                stack.enter_context(module.visible())
-        groups: list[dict[str, Any]] = _get_param_groups(list(model_chunks), config, overrides)
-    return [group for group in groups if group["is_expert_parallel"]] if expert_parallel else groups
-
-
-def _places(listed: list[dict[str, Any]], dense: ChainedOptimizer, *, expert_parallel: bool) -> GroupPlaces:
-    """Which of the listed groups are the dense optimizer's, and which are the experts' (or nobody's, on this rank)."""
-    if expert_parallel:  # two lists
-        return GroupPlaces(dense=tuple(range(len(dense.param_groups))), paged=tuple(range(len(listed))))
-    place_of_dense: list[int] = []
-    for group in dense.param_groups:
-        # The dense optimizer's groups are some of the listed ones, in their order; torch and schedulers add settings.
-        first = place_of_dense[-1] + 1 if place_of_dense else 0
-        same = (i for i in range(first, len(listed)) if _is_same_group(listed[i], group))
-        place = next(same, None)
-        if place is None:
-            raise RuntimeError(f"stock's dense optimizer has a group that the whole model has not: {_settings(group)}")
-        place_of_dense.append(place)
-    paged = [i for i, group in enumerate(listed) if _has_experts(group) or i not in place_of_dense]
-    return GroupPlaces(dense=tuple(place_of_dense), paged=tuple(paged))
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _is_same_group(listed: dict[str, Any], group: dict[str, Any]) -> bool:
-    return all(key in group and group[key] == value for key, value in _settings(listed).items())
-
-
-def _has_experts(group: dict[str, Any]) -> bool:
-    return any(hasattr(parameter, SOURCE) for parameter in group["params"])
-
-
-def _bindings(
-    groups: Sequence[dict[str, Any]], model_chunks: Sequence[MegaScaleDDP]
-) -> dict[MegaScaleExperts, GroupBinding]:
-    """Which of ``groups`` the weights and the biases of each module belong to; frozen modules have none. A collective.
-
-    Raises:
-        ValueError: on every rank, where stock would put tensors of one module into different groups.
-    """
-    weights: dict[MegaScaleExperts, int] = {}
-    biases: dict[MegaScaleExperts, int] = {}
-    problem: str | None = None
-    for index, group in enumerate(groups):
-        for module, name in (getattr(p, SOURCE) for p in group["params"] if hasattr(p, SOURCE)):
-            target = biases if name.endswith(".bias") else weights
-            if target.setdefault(module, index) != index and problem is None:
-                problem = (
-                    f"{module.path}: experts of one module cannot be in different parameter groups with --megascale; "
-                    f"{name} is in another one than its siblings"
-                )
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise ValueError(found)
-    experts = [module for chunk in model_chunks for module in chunk.paged_experts]
-    return {module: GroupBinding(weights[module], biases.get(module)) for module in experts if module in weights}
-
-
-def _without_parameters(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
-    """A stock group as PagedAdam's; torch.optim gives it what it does not set itself."""
-    return {**_torch_defaults(config), **_settings(group), "params": []}
-
-
-def _torch_defaults(config: OptimizerConfig) -> dict[str, Any]:
-    inner = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    probe = inner(
-        [torch.nn.Parameter(torch.empty(0))],
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-    )
-    return {key: value for key, value in probe.param_groups[0].items() if key != "params"}

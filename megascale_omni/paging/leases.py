@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -52,6 +52,17 @@ class PagedModule:
     def slot_class(self, plane: Plane) -> SlotClass:
         """Slot class of this module's pages in ``plane``."""
         return self.layout.slot_class(self.dtypes[plane])
+
+    def ids(self, plane: Plane, items: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Page ids (int64) of pages (expert, slice) in ``plane``, in the order given."""
+        pairs = np.asarray(items, dtype=np.int64).reshape(-1, 2)
+        found: np.ndarray = self.entry.first_index + pairs[:, 0] * self.entry.num_slices + pairs[:, 1]
+        return found * NUM_PLANES + int(plane)
+
+    def ids_by_page(self, planes: Sequence[Plane], items: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Page ids of pages in several planes: page after page, in the order in which they are asked for."""
+        found: np.ndarray = np.stack([self.ids(plane, items) for plane in planes], axis=1).reshape(-1)
+        return found
 
 
 class Lease:

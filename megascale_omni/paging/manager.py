@@ -8,7 +8,7 @@ module's experts (waves), the optimizer and exports sweep page by page.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
-from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, Batch, cut_batches
+from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.flights import Tiers
-from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.heap import give_large_blocks_back
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
@@ -32,14 +31,11 @@ from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.observe import KeepsHeat, Observer
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
-from megascale_omni.paging.planes import NUM_PLANES, PageKey, PageNumbering, Plane
-from megascale_omni.paging.residency import pages_ahead, probable_experts
+from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
+from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
 from megascale_omni.schedule import Phase, Schedule
-
-SWEEP_AHEAD = 16
-"""Pages that a sweep asks for ahead."""
 
 CatchUp = Callable[[PagedModule, np.ndarray], None]
 """Brings weight pages (ids) of a module up to date; called before they are read."""
@@ -83,11 +79,11 @@ class ExpertManager:
         self.schedule.on_step(self.outlook.end_step)
         self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
+        self._visits = Visits(self)
         self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
         self._catch_up: dict[int, CatchUp] = {}
-        self._next_visit: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
         self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
@@ -139,6 +135,11 @@ class ExpertManager:
     def modules(self) -> tuple[PagedModule, ...]:
         """All modules by id."""
         return tuple(self._modules)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether pages are fetched before they are needed."""
+        return self.options.prefetch
 
     def ids(self, module: PagedModule, plane: Plane, experts: Sequence[int]) -> np.ndarray:
         """Page ids (int64) of all slices of ``experts`` in ``plane``, ascending by (expert, slice)."""
@@ -332,10 +333,10 @@ class ExpertManager:
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
         slices = module.entry.num_slices
         pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
-        self._begin_visit(module, phase, (*planes, *soon), pages)
-        ids = {p: [self._batch_ids(module, p, batch) for batch in batches] for p in planes}
+        self._visits.begin(module, phase, (*planes, *soon), pages)
+        ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
-        others = [self._pages_of(module, soon, batch) for batch in batches] if soon else []
+        others = [module.ids_by_page(soon, batch) for batch in batches] if soon else []
         for number, items in enumerate(batches):
             if Plane.WEIGHT in ids:
                 self.catch_up(module, ids[Plane.WEIGHT][number])
@@ -346,12 +347,12 @@ class ExpertManager:
                     if plane is create:
                         new = self.create_ids(module, plane, ids[plane][number])
                     leases[plane] = self.lease_ids(module, plane, ids[plane][number])
-                self._reached(module, items[-1])
+                self._visits.reached(module, items[-1])
                 coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
                 if others:
                     after = zip(coming, islice(others, number + 1, None), strict=True)
                     coming = chain([others[number]], chain.from_iterable(after))
-                self._ahead(module, coming)
+                self._visits.ask(module, coming)
                 fresh = frozenset((key.expert, key.slice) for key in map(self.key, new.tolist()))
                 yield Wave(items=items, leases=leases, fresh=fresh)
                 new = new[:0]
@@ -378,8 +379,8 @@ class ExpertManager:
         if not names:
             return
         pairs = np.asarray(names, dtype=np.int64)
-        self._begin_visit(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
-        groups = np.stack([self._batch_ids(module, plane, tuple(names)) for plane in planes], axis=1)
+        self._visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
+        groups = np.stack([module.ids(plane, names) for plane in planes], axis=1)
         for number, (name, group) in enumerate(zip(names, groups, strict=True)):
             for column, plane in enumerate(planes if zeros else ()):
                 if plane in zeros:
@@ -389,73 +390,11 @@ class ExpertManager:
             try:
                 if write:  # at once: the caller may never come back
                     self.mark_dirty(group)
-                self._reached(module, name)
-                self._ahead(module, islice(groups, number + 1, number + 1 + SWEEP_AHEAD))
+                self._visits.reached(module, name)
+                self._visits.ask(module, islice(groups, number + 1, number + 1 + SWEEP_AHEAD))
                 yield name, tuple(self.page_tensor(page_id) for page_id in group.tolist())
             finally:
                 self.release(group)
-
-    def _begin_visit(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
-        """A sweep over ``pages`` (numbers from 0 in the module) begins."""
-        visit = Visit(phase, module.entry.module, tuple(planes))
-        for observer in self.observers:
-            observer.visited(visit, pages)
-        if self.pager.can_evict:
-            self.pager.poll()
-            self.outlook.begin(visit, pages)
-
-    def _reached(self, module: PagedModule, name: tuple[int, int]) -> None:
-        page = name[0] * module.entry.num_slices + name[1]
-        for observer in self.observers:
-            observer.reached(page)
-        if self.pager.can_evict:
-            self.outlook.reached(page)
-
-    def _ahead(self, module: PagedModule, coming: Iterable[np.ndarray]) -> None:
-        """Asks for the groups that are coming, and for the start of the next visit, in the order of need.
-
-        The current group must be leased: what it has been read for is the farthest use there is.
-        """
-        if not (self.pager.can_evict and self.options.prefetch):
-            return
-        slots = min((self.arena.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes})
-        room = pages_ahead(slots, always=self.pager.pace.ahead())
-        wanted: list[int] = []
-        for group in coming:
-            if len(wanted) >= room:
-                break
-            wanted += group[self.table.tier[group] != ABSENT].tolist()
-        if len(wanted) < room:
-            wanted += self._next_visit_pages(room - len(wanted))
-        if wanted:
-            self.pager.prefetch(wanted)
-
-    def _next_visit_pages(self, count: int) -> list[int]:
-        """Pages that the next visit will probably use."""
-        for visit in self.outlook.forecast.following(1):
-            known, (stamp, found) = (self.outlook.stamp, visit), self._next_visit
-            if stamp != known:
-                module = self._modules[visit.module]
-                experts = probable_experts(self.outlook.probable(visit.module))
-                planes = [int(plane) for plane in visit.planes]
-                ids = self.ids(module, Plane.WEIGHT, experts.tolist())
-                found = (ids[:, None] + np.asarray(planes)).reshape(-1)
-                self._next_visit = known, found
-            pages = self._modules[visit.module].entry.num_slices * len(visit.planes)
-            first = found[: count * pages]  # of so many experts
-            result: list[int] = first[self.table.tier[first] != ABSENT][:count].tolist()
-            return result
-        return []
-
-    def _batch_ids(self, module: PagedModule, plane: Plane, items: Batch) -> np.ndarray:
-        pairs = np.asarray(items, dtype=np.int64).reshape(-1, 2)
-        ids: np.ndarray = module.entry.first_index + pairs[:, 0] * module.entry.num_slices + pairs[:, 1]
-        return ids * NUM_PLANES + int(plane)
-
-    def _pages_of(self, module: PagedModule, planes: Sequence[Plane], items: Batch) -> np.ndarray:
-        """Page ids of a batch in some planes: page after page, in the order in which they are asked for."""
-        found: np.ndarray = np.stack([self._batch_ids(module, plane, items) for plane in planes], axis=1).reshape(-1)
-        return found
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
         """The elements of a leased page (flat). For leases; a page that no lease holds may move at any time."""

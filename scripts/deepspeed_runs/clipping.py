@@ -45,7 +45,10 @@ class ClippedRun:
 
 def clipping_case(case: Case, **clip: object) -> Case:
     """The case with a section that clips by module, and a learning rate at which runs do not drift apart."""
-    section = {**case.section, "clip": {**CLIP, **clip}}
+    options = {**CLIP, **clip}
+    if options["mode"] != "cmsa":
+        del options["alpha"]  # it would have no effect
+    section = {**case.section, "clip": options}
     optimizer = {
         "type": "AdamW",
         "params": {"lr": LEARNING_RATE, "betas": [BETA1, 0.95], "eps": 1e-5, "weight_decay": 0.1, "torch_adam": True},

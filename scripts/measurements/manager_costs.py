@@ -57,7 +57,7 @@ class Clock:
 def _targets() -> Iterator[tuple[object, str, Kind]]:
     """(class or module, name, kind) of all that decides or keeps count."""
     from megascale_omni.heat import heatmap, keeper
-    from megascale_omni.paging import manager, outlook, pager, residency, shadow
+    from megascale_omni.paging import manager, outlook, pager, residency, shadow, visits
 
     for name in ("visited", "routed"):  # the others do nothing
         yield heatmap.HeatMap, name, "heat"
@@ -67,7 +67,7 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
     yield shadow.Shadows, "use", "policy"
     for name in ("_victims", "_held_until"):
         yield pager.Pager, name, "policy"
-    yield manager.ExpertManager, "_next_visit_pages", "policy"
+    yield visits.Visits, "_next_visit_pages", "policy"
     for name in ("create", "drop", "may_load", "loaded", "not_loaded", "left", "stayed"):
         yield shadow.ShadowLru, name, "policy"
     package = manager.__name__.rpartition(".")[0]

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _report(str(error))
         elif peers.tell(MISUSED, str(error)):
             _report(f"{error} (on rank {peers.rank})")
-        _exit(MISUSED)
+        _exit(MISUSED, peers)
     except UsageError as error:
         if first:
             _report(str(error))
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        _exit(_failed(error, peers))
+        _exit(_failed(error, peers), peers)
     return 0
 
 
@@ -89,7 +89,9 @@ def _report(message: str, *, where: str = "") -> None:
     print(f"pretrain_moe.py: error{where}: {message}", file=sys.stderr, flush=True)
 
 
-def _exit(status: int) -> NoReturn:
+def _exit(status: int, peers: Peers | None) -> NoReturn:
+    if peers is not None:
+        peers.part()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

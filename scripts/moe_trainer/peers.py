@@ -87,6 +87,7 @@ class Peers:
         clone = store.clone  # type: ignore[attr-defined]  # the stubs lack it
         self._main, self._store = clone(), clone()  # a connection that waits holds others up
         self._over, self._judging = threading.Event(), threading.Lock()
+        self._word: Word | None = None  # as soon as this rank has read it: the store may be gone later
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._store.set(f"peers/beat/{rank}", "0")
@@ -117,7 +118,9 @@ class Peers:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"peers/beat/{self.rank}", str(beat))
                 if self._store.check(["peers/word"]):
-                    self._follow(_read(self._store))
+                    self._word = _read(self._store)
+                    self._store.set(f"peers/heard/{self.rank}", "1")
+                    self._follow(self._word)
 
     def _terminate(self) -> None:
         with self._judging:
@@ -138,7 +141,22 @@ class Peers:
         try:
             return bool(self._main.compare_set("peers/word", "", word).decode() == word)
         except RuntimeError:
-            return True  # nobody else can be heard
+            return self._word is None  # nobody else can be heard any more
+
+    def part(self) -> None:
+        """Before this rank ends by an error: where its process keeps the store, it stays until the others have heard.
+
+        They would take it for lost otherwise, or tell the same mistake again. Lost ranks hear nothing: it is no long
+        wait. A launcher's store outlives the ranks.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._main.set(f"peers/heard/{self.rank}", "1")
+            if self.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                return
+            heard = [f"peers/heard/{rank}" for rank in range(self.world)]
+            deadline = time.monotonic() + 2 * VERDICT_SECONDS
+            while not self._main.check(heard) and time.monotonic() < deadline:
+                self._over.wait(BEAT_SECONDS / 4)
 
     def judge(self) -> tuple[Word, bool]:
         """After an error of the transport: who ended first, and whether this rank is the one to print it.
@@ -146,6 +164,8 @@ class Peers:
         Takes :data:`VERDICT_SECONDS` where no rank has said a word. The message is empty where no rank was lost.
         """
         with self._judging:
+            if self._word is not None:
+                return self._word, False
             try:
                 return self._judged()
             except RuntimeError:  # rank 0 keeps the store, where no launcher does

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from megascale_omni.config import MegaScaleConfig
 from megascale_omni.effects import NEEDS, refuse_ineffective
 from megatron_ext.arguments import add_megascale_args, config_from_args
 
-BUDGET = {"device_budget": "25%", "disk_path": "/d"}
-LONE = {
+Options = dict[str, object]
+BUDGET: Options = {"device_budget": "25%", "disk_path": "/d"}
+LONE: dict[str, tuple[object, dict[str, Options]]] = {
     "paging.host_budget": ("1GiB", {"paging": BUDGET}),
     "paging.disk_path": ("/d", {"paging": BUDGET}),
     "paging.checksum": ("crc32", {"paging": BUDGET}),
@@ -34,7 +36,7 @@ LONE = {
     "checkpoint.cpus": ("0", {"checkpoint": {"format": "paged", "beside": True}}),
 }
 """Options with a value, and what makes it effective."""
-BESIDE = {
+BESIDE: dict[str, Options] = {
     "heat.probe_share": {"enabled": False},
     "checkpoint.staging_bytes": {"format": "paged"},
     "checkpoint.cpus": {"format": "paged"},
@@ -42,7 +44,7 @@ BESIDE = {
 """What else is given in the section where the option has no effect."""
 
 
-def with_option(option: str, value: object, rest: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+def with_option(option: str, value: object, rest: dict[str, Options]) -> dict[str, Options]:
     section, name = option.split(".")
     return {**rest, section: {**rest.get(section, {}), name: value}}
 
@@ -70,7 +72,8 @@ def test_values_that_leave_another_without_effect(values: dict[str, dict[str, ob
 
 
 def test_every_need_names_options_that_there_are_and_is_met_by_some_configuration() -> None:
-    options = {f"{section}.{name}" for section, values in MegaScaleConfig().as_dict().items() for name in values}
+    config = MegaScaleConfig()
+    options = {f"{part.name}.{item.name}" for part in fields(config) for item in fields(getattr(config, part.name))}
     assert {option for need in NEEDS for option in need.options} <= options
     refuse_ineffective(MegaScaleConfig())
 

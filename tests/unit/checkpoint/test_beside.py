@@ -229,7 +229,8 @@ def test_a_page_that_is_read_stays_where_it_is(tmp_path):
     """A reader on another thread holds a move of its page back, and of no other."""
     run = paged(tmp_path / "scratch")
     run.step(1, touched(1))
-    table, pages = run.manager.table, []
+    table = run.manager.table
+    pages: list[object] = []
     here = (table.tier == DEVICE).nonzero()[0].tolist()
     inside, done = threading.Event(), threading.Event()
 

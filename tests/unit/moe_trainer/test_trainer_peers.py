@@ -29,6 +29,13 @@ def run(rank, struck, ready):
     peers = start(argparse.Namespace(distributed_backend="gloo", distributed_timeout_minutes=4 / 60))
     pairs = [torch.distributed.new_group(pair, timeout=timedelta(seconds=4)) for pair in ([0, 1], [1, 2])]
     os.write(ready, b".")
+    if struck == "mistake":  # rank 0, which keeps the store, meets it first and ends
+        while rank and peers._word is None:
+            peers._over.wait(0.01)
+        if peers.tell(2, "the same on every rank"):
+            print(f"pretrain_moe.py: told by rank {rank}", file=sys.stderr, flush=True)
+        peers.part()
+        return 2
     try:
         while True:
             if struck == "page" and rank == 2:
@@ -52,7 +59,7 @@ for rank in range(3):
             os._exit(status)
 for _ in range(3):
     os.read(here, 1)
-if struck != "page":
+if struck.startswith("SIG"):
     os.kill(ranks[2], getattr(signal, struck))
 statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks[:2]]
 if struck == "SIGSTOP":
@@ -68,8 +75,9 @@ print([*statuses, os.waitstatus_to_exitcode(os.waitpid(ranks[2], 0)[1])])
         ("SIGSTOP", [1, 1, -9], "error: lost rank 2 of 3: killed, stopped, or out of reach; the other ranks end"),
         ("SIGTERM", [1, 1, 143], "error: rank 2 of 3: told to end (SIGTERM); the other ranks end too"),
         ("page", [1, 1, 1], "error on rank 2: reading the weight page of layer 3 failed: Input/output error"),
+        ("mistake", [2, 2, 2], "told by rank 0"),
     ],
-    ids=["killed", "stopped", "told", "page"],
+    ids=["killed", "stopped", "told", "page", "mistake"],
 )
 def test_every_rank_ends_and_one_says_which_was_struck(struck: str, statuses: list[int], message: str) -> None:
     with socket.socket() as probe:

@@ -1,0 +1,102 @@
+"""What sweeps announce as they go: visits and progress for the outlook and observers, and the pages to fetch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megascale_omni.paging.forecast import Visit
+from megascale_omni.paging.leases import PagedModule
+from megascale_omni.paging.observe import Observer
+from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.pager import Pager
+from megascale_omni.paging.planes import NUM_PLANES, Plane
+from megascale_omni.paging.residency import pages_ahead, probable_experts
+from megascale_omni.paging.tiers import ABSENT
+from megascale_omni.schedule import Phase
+
+SWEEP_AHEAD = 16
+"""Pages that a sweep page by page looks ahead."""
+
+
+class Sweeper(Protocol):
+    """What is needed of the manager."""
+
+    pager: Pager
+    outlook: Outlook
+    observers: list[Observer]
+
+    @property
+    def modules(self) -> tuple[PagedModule, ...]:
+        """All modules by id."""
+        ...
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether pages are fetched before they are needed."""
+        ...
+
+
+class Visits:
+    """The visits of one manager's sweeps."""
+
+    def __init__(self, manager: Sweeper) -> None:
+        self._manager = manager
+        self._next: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
+
+    def begin(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
+        """A sweep over ``pages`` (numbers from 0 in the module) begins."""
+        visit = Visit(phase, module.entry.module, tuple(planes))
+        for observer in self._manager.observers:
+            observer.visited(visit, pages)
+        if self._manager.pager.can_evict:
+            self._manager.pager.poll()
+            self._manager.outlook.begin(visit, pages)
+
+    def reached(self, module: PagedModule, name: tuple[int, int]) -> None:
+        """It works on a page, (expert, slice)."""
+        page = name[0] * module.entry.num_slices + name[1]
+        for observer in self._manager.observers:
+            observer.reached(page)
+        if self._manager.pager.can_evict:
+            self._manager.outlook.reached(page)
+
+    def ask(self, module: PagedModule, coming: Iterable[np.ndarray]) -> None:
+        """Asks for the groups that are coming, and for the start of the next visit, in the order of need.
+
+        The current group must be leased: what it has been read for is the farthest use there is.
+        """
+        pager = self._manager.pager
+        if not (pager.can_evict and self._manager.prefetches):
+            return
+        slots = min((pager.tiers.device.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes})
+        room = pages_ahead(slots, always=pager.pace.ahead())
+        wanted: list[int] = []
+        for group in coming:
+            if len(wanted) >= room:
+                break
+            wanted += group[pager.table.tier[group] != ABSENT].tolist()
+        if len(wanted) < room:
+            wanted += self._next_visit_pages(room - len(wanted))
+        if wanted:
+            pager.prefetch(wanted)
+
+    def _next_visit_pages(self, count: int) -> list[int]:
+        """Pages that the next visit will probably use."""
+        outlook = self._manager.outlook
+        for visit in outlook.forecast.following(1):
+            entry = self._manager.modules[visit.module].entry
+            known, (stamp, found) = (outlook.stamp, visit), self._next
+            if stamp != known:
+                experts = probable_experts(outlook.probable(visit.module))
+                first = entry.first_index + experts[:, None] * entry.num_slices + np.arange(entry.num_slices)
+                planes = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
+                found = (first.reshape(-1, 1) * NUM_PLANES + planes).reshape(-1)
+                self._next = known, found
+            pages = entry.num_slices * len(visit.planes)
+            nearest = found[: count * pages]  # of so many experts
+            present: list[int] = nearest[self._manager.pager.table.tier[nearest] != ABSENT][:count].tolist()
+            return present
+        return []
