@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed_ext.dense_gradients import DenseGradients, Limit, dense_gradients
 from deepspeed_ext.experts import DeepSpeedExperts
 from megascale_omni.clipping import ClipConfig, ClipReport, CMSAClipper, Group
-from megascale_omni.clipping.agreement import agreed_mpus, mpu_of_experts, say_what_changes
+from megascale_omni.clipping.agreement import agreed_experts, agreed_mpus, say_what_changes
 from megascale_omni.clipping.statistics import GradientStatistics
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
@@ -51,7 +51,8 @@ class ModuleClipping:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tensors = {experts: _tensors(experts) for experts in gradients.modules}
         mpus = agreed_mpus(config, [*names.values(), *(name for of in tensors.values() for name in of)])
-        self._mpu_of_experts = {e: mpu_of_experts(mpus, e.path, of) for e, of in tensors.items()}
+        of_experts = agreed_experts(mpus, {experts.path: of for experts, of in tensors.items()})
+        self._mpu_of_experts = {experts: of_experts[experts.path] for experts in tensors}
         self.clipper = CMSAClipper(
             mpus,
             base=base if config.base is None else config.base,
@@ -121,11 +122,8 @@ class ModuleClipping:
         return self.clipper.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint; one of a run that clipped as stock has the count of left-out steps alone."""
-        if "calibration" in state:
-            self.clipper.load_state_dict(state)
-        else:
-            self.clipper.skipped_steps = int(state["skipped_steps"])
+        """From a checkpoint, also one of a run that clipped as stock."""
+        self.clipper.load_state_dict(state)
 
     def _known(self) -> Iterator[tuple[int, GradientStatistics, float]]:
         for experts, index in self._mpu_of_experts.items():

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megascale_omni.clipping import ClipConfig, ClipReport, CMSAClipper, GradientPart, Group
-from megascale_omni.clipping.agreement import agreed_mpus, mpu_of_experts, say_what_changes
+from megascale_omni.clipping.agreement import agreed_experts, agreed_mpus, say_what_changes
 from megascale_omni.clipping.statistics import GradientStatistics
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
@@ -27,6 +27,7 @@ from megascale_omni.experts.shards import PageShards
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
+_OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ class ModuleClipping:
         names = global_names(chunks)
         self._paths = {module: names[module] for chunk in gradients for module in chunk.modules}
         mpus = agreed_mpus(config, _all_names(names))
-        self._mpu_of_experts = {
-            module: mpu_of_experts(mpus, path, _expert_tensors(module, path)) for module, path in self._paths.items()
-        }
+        of_experts = agreed_experts(mpus, {path: _expert_tensors(m, path) for m, path in self._paths.items()})
+        self._mpu_of_experts = {module: of_experts[path] for module, path in self._paths.items()}
         self._places = list(_places(dense, names))
         self.clipper = CMSAClipper(
             mpus,
@@ -141,7 +141,7 @@ class ModuleClipping:
         return self.clipper.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """From a checkpoint, also one of a run that clipped as stock."""
         self.clipper.load_state_dict(state)
 
     def _parts(self) -> Iterator[GradientPart]:
@@ -265,7 +265,8 @@ def tell_loss(
 def global_names(chunks: Sequence[torch.nn.Module]) -> dict[Any, str]:
     """Names of parameters and modules of paged experts as they would be in one process.
 
-    Pipeline stages number their layers from 0; stock's layers know their number in the whole model.
+    Pipeline stages number their layers from 0; stock's layers know their number in the whole model. The last stage has
+    a copy of the first one's embedding as its output layer, where these share their weights: it is the same parameter.
     """
     found: dict[Any, str] = {}
     for chunk in chunks:
@@ -279,6 +280,8 @@ def global_names(chunks: Sequence[torch.nn.Module]) -> dict[Any, str]:
                 found[module] = _renamed(path, renamed)
         for name, parameter in chunk.named_parameters():
             found[parameter] = _renamed(name, renamed)
+            if name.endswith(_OUTPUT) and getattr(parameter, "shared_embedding", False):
+                found[parameter] = name.removesuffix(_OUTPUT) + _EMBEDDING
     return found
 
 

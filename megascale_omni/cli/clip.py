@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(record: ClipRecord) -> list[str]:
-    alpha = "off" if math.isnan(record.alphas[-1]) else f"{record.alphas[-1]:.4f}"
+    known = [alpha for alpha in record.alphas if not math.isnan(alpha)]  # a step that is left out has none
+    alpha = f"{known[-1]:.4f}" if known else "off"
     lines = [
         f"steps {record.steps[0]} to {record.steps[-1]}, alpha {alpha}, {record.skipped_steps} steps left out",
         f"{'module':<16}{'norm':>11}{'log10 spread':>14}{'GVC':>8}{'threshold':>11}{'clip ratio':>12}{'clipped':>9}",

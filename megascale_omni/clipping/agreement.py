@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megascale_omni.clipping.mpus import MpuMap, mpus_for
 from megascale_omni.clipping.settings import ClipConfig
 
+Said = TypeVar("Said")
+
 
 def agreed_mpus(config: ClipConfig, names: Iterable[str]) -> MpuMap:
     """The same map on every rank, from the parameters that each has. A collective of all ranks.
 
     Raises:
-        ValueError: what ``clip.mpus`` asks for does not fit the model; on every rank, also where only one cannot read
-        the file.
+        ValueError: what ``clip.mpus`` asks for does not fit the model, or ranks read different files; on every rank,
+        also where only one cannot read the file.
     """
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, sorted(set(names)))
-    problem, mpus = None, None
-    try:
-        mpus = mpus_for(config.mpus, sorted({name for rank in of_ranks for name in rank}))
-    except ValueError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise ValueError(found)
-    assert mpus is not None
+    every = sorted({name for rank in _gathered(sorted(set(names))) for name in rank})
+    mpus = _alike(lambda: mpus_for(config.mpus, every))
+    rules = _gathered((mpus.names, mpus.rules))
+    for rank, found in enumerate(rules):
+        if found != rules[0]:
+            raise ValueError(
+                f"clip.mpus is not the same on all ranks: rank 0 has the modules {', '.join(rules[0][0])} by "
+                f"{dict(rules[0][1])}, rank {rank} {', '.join(found[0])} by {dict(found[1])}; give all one file"
+            )
     return mpus
 
 
-def mpu_of_experts(mpus: MpuMap, path: str, tensors: Iterable[str]) -> int:
-    """The place in ``mpus.names`` of the experts at ``path``, from the names of all their tensors.
+def agreed_experts(mpus: MpuMap, tensors: Mapping[str, Iterable[str]]) -> dict[str, int]:
+    """By path of the paged experts on this rank, the place in ``mpus.names`` of all their tensors' names.
+
+    A collective of all ranks, which may have different experts, or none.
 
     Raises:
-        ValueError: they are of several modules.
+        ValueError: experts of any rank are of several modules; on every rank.
     """
+    return _alike(lambda: {path: _mpu_of_experts(mpus, path, names) for path, names in tensors.items()})
+
+
+def _gathered(mine: Said) -> list[Said]:
+    found: list[Said] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _alike(make: Callable[[], Said]) -> Said:
+    """What ``make`` returns; its ValueError on any rank is raised on all."""
+    problem, made = None, None
+    try:
+        made = make()
+    except ValueError as error:
+        problem = str(error)
+    for found in _gathered(problem):
+        if found is not None:
+            raise ValueError(found)
+    assert made is not None
+    return made
+
+
+def _mpu_of_experts(mpus: MpuMap, path: str, tensors: Iterable[str]) -> int:
     found = {mpus.index(name) for name in tensors}
     if len(found) != 1:
         modules = ", ".join(mpus.names[index] for index in sorted(found))

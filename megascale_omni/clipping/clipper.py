@@ -85,12 +85,13 @@ class CMSAClipper:
         self.calibration = Calibration() if self.config.alpha == "auto" else fixed(float(self.config.alpha))
         self._speaks = speaks
         self._losses: list[tuple[int | None, Loss]] = []
-        self._expert_rows: dict[str, int] = {}
+        self._expert_rows: dict[tuple[str, int], int] = {}  # one for each module that an expert has parameters of
         self._expert_mpus: list[int] = []
         for expert, parameter in experts:
-            if expert not in self._expert_rows:
-                self._expert_rows[expert] = len(mpus.names) + len(self._expert_rows)
-                self._expert_mpus.append(mpus.index(parameter))
+            mpu = mpus.index(parameter)
+            if (expert, mpu) not in self._expert_rows:
+                self._expert_rows[expert, mpu] = len(mpus.names) + len(self._expert_rows)
+                self._expert_mpus.append(mpu)
 
     @classmethod
     def for_model(
@@ -185,15 +186,20 @@ class CMSAClipper:
         """Decides about the gradients of named parameters and clips them in place. A collective of ``ranks``.
 
         With one module and alpha 0 gradients are, to the bit, those that ``torch.nn.utils.clip_grad_norm_`` makes.
+
+        Raises:
+            ValueError: a parameter of no module, a gradient that is sparse or not reduced yet, or one that is divided
+                among more ranks than ``ranks`` are.
         """
         if loss is not None:
             self.report_loss(loss)
         named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
+        parts = list(parts_of(named, ranks=self.ranks.size))
         total = None
         if len(self.mpus.names) == 1 and self.ranks.size == 1:
             total = torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
         norm = None if total is None else float(total)
-        report = self.decide(parts_of(named, replicas=self.ranks.size), norm=norm)
+        report = self.decide(parts, norm=norm)
         if report.skip:
             return report
         if total is not None:
@@ -221,13 +227,13 @@ class CMSAClipper:
                     continue
                 pieces = part.gradient.reshape(-1).split([elements for _, elements in part.experts])
                 for (expert, _), piece in zip(part.experts, pieces, strict=True):
-                    sums.add(self._row_of(expert), piece, part.share)
+                    sums.add(self._row_of(expert, part.name), piece, part.share)
             for index, statistics, share in known:
                 sums.add_statistics(index, statistics, share)
             return sums.read()
 
-    def _row_of(self, expert: str) -> int:
-        row = self._expert_rows.get(expert)
+    def _row_of(self, expert: str, parameter: str) -> int:
+        row = self._expert_rows.get((expert, self.mpus.index(parameter)))
         if row is None:
             raise RuntimeError(f"{expert} was not named when the clipper was made, so that ranks cannot agree on it")
         return row
@@ -295,7 +301,7 @@ class CMSAClipper:
         return self.calibration.stage
 
     def recalibrate(self) -> None:
-        """Fits alpha anew over the next 11 steps; the present one stays in force until then.
+        """Fits alpha anew over the next 11 steps; the present one stays in force until then. Call it on every rank.
 
         Raises:
             ValueError: alpha was given as a number.
@@ -316,19 +322,25 @@ class CMSAClipper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state_dict` gave.
 
-        A number given as alpha wins over a saved calibration. Where the modules are others, an unfinished calibration
-        begins anew (its window is of other modules).
+        A number given as alpha wins over a saved calibration. Where the saved run was given one, or its modules are
+        others and its calibration unfinished (its window is of those), calibration begins anew, and the saved alpha
+        stays in force until there is a fitted one. Of a run that clipped as stock, the left-out steps are taken alone.
 
         Raises:
             ValueError: the state is of another version.
         """
+        if state.keys() == {"skipped_steps"}:
+            self.skipped_steps = int(state["skipped_steps"])
+            return
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"the clipper's state has version {state.get('version')!r}, known is {STATE_VERSION}")
         self.skipped_steps = int(state["skipped_steps"])
         if self.config.alpha != "auto":
             return
         self.calibration = from_plain(state["calibration"])
-        if list(state["mpus"]) != list(self.mpus.names) and self.calibration.stage is not Stage.FIXED:
+        is_fixed = self.calibration.stage is Stage.FIXED
+        was_given = is_fixed and self.calibration.fit is None
+        if was_given or (not is_fixed and list(state["mpus"]) != list(self.mpus.names)):
             self.calibration = restarted(self.calibration)
 
 

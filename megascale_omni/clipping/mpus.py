@@ -84,7 +84,8 @@ def mpus_from_patterns(patterns: Mapping[str, str], parameters: Iterable[str]) -
     Parameters without a match make up the module ``rest``. ``parameters``: all names of the model, on any rank.
 
     Raises:
-        ValueError: no patterns, one that matches nothing, or a name that is no text.
+        ValueError: no patterns, one that matches nothing, a module whose parameters all are others' by the patterns
+        before its own, or a name that is no text.
     """
     if not patterns:
         raise ValueError("clip.mpus is empty; give at least one pattern, e.g. {'*': model}")
@@ -98,6 +99,13 @@ def mpus_from_patterns(patterns: Mapping[str, str], parameters: Iterable[str]) -
         if number not in used and not any(fnmatchcase(name, pattern) for name in names):
             example = names[0] if names else "none"
             raise ValueError(f"clip.mpus: no parameter matches {pattern!r} ({module}); a parameter's name is {example}")
+    taken = {REST if number is None else rules[number][1] for number in used}
+    for pattern, module in rules:
+        if module not in taken:
+            raise ValueError(
+                f"clip.mpus: all parameters that {pattern!r} ({module}) matches are taken by patterns before it; the "
+                "first that matches decides: move it up, or leave it out"
+            )
     modules = list(dict.fromkeys(module for _, module in rules))
     if None in used and REST not in modules:
         modules.append(REST)

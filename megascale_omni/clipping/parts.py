@@ -122,13 +122,15 @@ def expert_names(name: str, shape: torch.Size | tuple[int, ...]) -> tuple[str, .
     return tuple(expert for expert, _ in expert_pieces(name, shape))
 
 
-def parts_of(parameters: Iterable[tuple[str, torch.Tensor]], *, replicas: int = 1) -> Iterator[GradientPart]:
+def parts_of(parameters: Iterable[tuple[str, torch.Tensor]], *, ranks: int = 1) -> Iterator[GradientPart]:
     """The gradients of named parameters, DTensors (FSDP2, tensor parallelism) included, where they have one.
 
-    ``replicas``: how many of the ranks that will be summed hold an ordinary tensor's gradient, each the whole of it.
+    ``ranks``: how many will be summed. All of them hold every parameter: each the whole of an ordinary tensor's
+    gradient, and of a DTensor's what its mesh says, again and again where the mesh is a part of the ranks.
 
     Raises:
-        ValueError: a gradient that is not reduced yet (a DTensor with a Partial placement), or a sparse one.
+        ValueError: a gradient that is not reduced yet (a DTensor with a Partial placement), one that is divided among
+        more ranks than will be summed, or a sparse one.
     """
     for name, parameter in parameters:
         if parameter.grad is None:
@@ -136,14 +138,20 @@ def parts_of(parameters: Iterable[tuple[str, torch.Tensor]], *, replicas: int = 
         if parameter.grad.is_sparse:
             raise ValueError(f"the gradient of {name} is sparse; use sparse=False in its embedding")
         if isinstance(parameter.grad, DTensor):
-            yield _part_of_dtensor(name, parameter.grad)
+            yield _part_of_dtensor(name, parameter.grad, ranks)
         else:
             gradient = parameter.grad
-            yield GradientPart(name, gradient, 1.0 / replicas, expert_pieces(name, parameter.shape))
+            yield GradientPart(name, gradient, 1.0 / ranks, expert_pieces(name, parameter.shape))
 
 
-def _part_of_dtensor(name: str, gradient: DTensor) -> GradientPart:
-    mesh, replicas = gradient.device_mesh, 1
+def _part_of_dtensor(name: str, gradient: DTensor, ranks: int) -> GradientPart:
+    mesh = gradient.device_mesh
+    if mesh.size() > ranks:
+        raise ValueError(
+            f"the gradient of {name} is divided among {mesh.size()} ranks, and sums of {ranks} are put together; give "
+            "the clipper ranks=Group()"
+        )
+    replicas = ranks / mesh.size()
     for dimension, placement in enumerate(gradient.placements):
         if isinstance(placement, Partial):
             raise ValueError(f"the gradient of {name} is not reduced yet ({placement}); clip after it is")

@@ -12,7 +12,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ModuleSeries:
-    """One module, step by step. A threshold is NaN where clipping was off; what was not finite is NaN."""
+    """One module, step by step. A threshold is NaN where clipping was off; what was not finite is NaN, and all is where
+    a run had other modules before or after a restart.
+    """
 
     name: str
     norms: tuple[float, ...]
@@ -28,8 +30,9 @@ class ModuleSeries:
 
     @property
     def clipped_share(self) -> float:
-        """Part of the steps at which it was clipped."""
-        return sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
+        """Part of the steps with this module at which it was clipped."""
+        known = [ratio for ratio in self.ratios if math.isfinite(ratio)]
+        return sum(ratio < 1 for ratio in known) / len(known) if known else math.nan
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def _file_of(run: Path) -> Path:
 
 def _record(records: Sequence[dict[str, object]]) -> ClipRecord:
     clips: list[dict[str, object]] = [record["clip"] for record in records]  # type: ignore[misc]
-    names: list[str] = list(clips[0]["mpus"])  # type: ignore[call-overload]
+    names: list[str] = list(dict.fromkeys(name for clip in clips for name in clip["mpus"]))  # type: ignore[attr-defined]
     steps = tuple(int(record["iteration"]) for record in records)  # type: ignore[call-overload]
     bad = [(step, str(c["non_finite"])) for step, c in zip(steps, clips, strict=True) if c["non_finite"] is not None]
     return ClipRecord(

@@ -26,10 +26,16 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, in the file as soon as it is written. Non-finite numbers become strings ("nan")."""
+    """One JSON object a line, in the file as soon as it is written. Non-finite numbers become strings ("nan").
+
+    ``append`` goes on after the last whole line: a run that was killed while it wrote leaves a part of one.
+    """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if append and Path(path).is_file():  # not a device
+            with Path(path).open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, record: Record) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from megascale_omni.clipping import ClipConfig, ClipReport, CMSAClipper, GradientPart, Group
+from megascale_omni.clipping.agreement import agreed_experts, agreed_mpus
 from megascale_omni.clipping.mpus import mpus_from_patterns
 from megascale_omni.clipping.parts import expert_names, expert_pieces
 from tests.distributed.pool import RanksRaised
@@ -152,6 +154,44 @@ def test_a_model_under_fsdp2_is_clipped_as_in_one_process(pools, one_module):
         assert difference < 1e-7
 
 
+def without_ranks(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 3)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    model(torch.ones(2, 4)).sum().backward()
+    CMSAClipper.for_model(model, base=1.0).clip(model.named_parameters())
+
+
+def test_a_divided_gradient_needs_the_other_ranks(pools):
+    with pytest.raises(RanksRaised) as raised:
+        pools[2].run(without_ranks)
+    message = "gradient of weight is divided among 2 ranks, and sums of 1 are put together; give the clipper ranks"
+    assert all(message in failure.text for failure in raised.value.failures.values())
+
+
+def tensor_parallel(rank: int, world: int) -> tuple[float, float]:
+    """Two replicas of a weight that two ranks divide, beside an ordinary one: elements and norm."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))["tp"]
+    model = torch.nn.Linear(4, 6)
+    model.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)]))
+    model.weight.grad = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
+    model.bias.grad = torch.ones(6)
+    report = CMSAClipper.for_model(model, base=1.0, ranks=Group()).clip(model.named_parameters())
+    return report.modules[0].elements, report.norm
+
+
+def test_replicas_of_what_a_part_of_the_ranks_divide_count_once(pools):
+    expected = float(torch.cat([torch.arange(24.0), torch.ones(6)]).norm())
+    for elements, norm in pools[4].run(tensor_parallel):
+        assert elements == 30
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
 def unreduced(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
@@ -168,3 +208,34 @@ def test_a_gradient_that_is_not_reduced_is_refused(pools):
     with pytest.raises(RanksRaised) as raised:
         pools[2].run(unreduced)
     assert all("gradient of w is not reduced yet" in failure.text for failure in raised.value.failures.values())
+
+
+# --- what ranks must say alike ---------------------------------------------------------------------------
+
+
+def agree(rank: int, world: int, *, case: str, folder: str) -> str:
+    """What a rank is told. Stages have layers of their own; files are a rank's own where ``case`` is ``files``."""
+    names = [f"layers.{rank}.experts.up", f"layers.{rank}.experts.down"]
+    patterns: dict[str, str] | str = {"layers.1.*up": "up", "*": "rest"}
+    if case == "files":
+        path = Path(folder) / f"{rank}.yaml"
+        path.write_text("'*': all\n" if rank == 0 else "'layers.0.*': first\n'*': all\n")
+        patterns = str(path)
+    try:
+        mpus = agreed_mpus(ClipConfig(mode="cmsa", mpus=patterns), names)
+        agreed_experts(mpus, {f"layers.{rank}.experts": names})
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("experts", "clip.mpus divides the experts of layers.1.experts among up, rest"),
+        ("files", "clip.mpus is not the same on all ranks: rank 0 has the modules all by"),
+    ],
+)
+def test_what_one_rank_finds_wrong_is_raised_on_all(pools, tmp_path, case, message):
+    for answer in pools[2].run(agree, case=case, folder=str(tmp_path)):
+        assert message in answer

@@ -129,6 +129,29 @@ def test_a_dense_model_can_be_clipped_by_module_and_tensor_parallel_replicas_cou
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+# --- a weight that two stages have ------------------------------------------------------------------------------------
+
+
+def tied(rank: int, world: int, *, corpus: str, mpus: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weight of embedding and output layer after two steps, and what modules were multiplied by."""
+    options = f"{PIPELINE} --megascale-config {mpus}"
+    with trainer(corpus, options, NO_DROPOUT, GATED, CMSA, megascale=True) as run:
+        for _ in range(2):
+            run.train_step()
+        (weight,) = (p for p in run.model[0].parameters() if getattr(p, "shared_embedding", False))
+        modules = run.optimizer.clipping.report.modules
+        return weight.detach().clone(), {module.name: module.coefficient for module in modules}
+
+
+def test_stages_that_share_a_weight_clip_it_alike(pools, corpus, tmp_path):
+    mpus = tmp_path / "mpus.json"
+    mpus.write_text('{"clip": {"mpus": {"embedding.*": "embedding", "*": "others"}}}')
+    (first, clipped), (last, _) = pools[2].run(tied, corpus=corpus, mpus=str(mpus))
+    assert clipped["embedding"] != clipped["others"]
+    assert min(clipped.values()) < 1
+    assert torch.equal(first, last)
+
+
 # --- gradients that are not finite ------------------------------------------------------------------------------------
 
 
@@ -222,6 +245,28 @@ def test_calibration_goes_on_after_a_checkpoint(pools, corpus, tmp_path, world, 
     assert pools[world].run(interrupted, corpus=corpus, options=options, folder=folder) == [[]] * world
 
 
+def calibrated_state(rank: int, world: int, *, corpus: str, options: str, steps: int) -> str:
+    """The clipper's state after some steps, and a save where they are any."""
+    with trainer(corpus, options, NO_DROPOUT, GATED, AUTO, megascale=True) as run:
+        with_alpha(run, steps)
+        if steps:
+            run.save()
+        return repr(run.optimizer.clipping.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((2, f"{EXPERT_PARALLEL} {DISTRIBUTED_OPTIMIZER}"), (1, DISTRIBUTED_OPTIMIZER)), ((2, PIPELINE), (1, ""))],
+    ids=["ep2-distributed-to-one", "pp2-to-one"],
+)
+def test_calibration_goes_on_in_another_layout(pools, corpus, tmp_path, first, second):
+    folder = str(tmp_path / "checkpoint")
+    saved = pools[first[0]].run(calibrated_state, corpus=corpus, options=f"{first[1]} --save {folder}", steps=8)
+    loaded = pools[second[0]].run(calibrated_state, corpus=corpus, options=f"{second[1]} --load {folder}", steps=0)
+    assert "'step': 8" in saved[0]
+    assert {*saved} == {*loaded}, "nothing is lost, and all ranks have the same"
+
+
 def through_stock(rank: int, world: int, *, corpus: str, options: str, folder: str) -> list[str]:
     """A checkpoint of a run that is calibrating loads in stock; one of stock's starts a calibration."""
     first, second = f"{folder}/first", f"{folder}/second"
@@ -239,6 +284,21 @@ def through_stock(rank: int, world: int, *, corpus: str, options: str, folder: s
         if run.optimizer.clipping.clipper.calibration.step != 1:
             wrong.append("calibration does not begin anew after stock")
     return wrong
+
+
+def after_skipping(rank: int, world: int, *, corpus: str, folder: str) -> tuple[int, int]:
+    """Left-out steps and calibrated steps of a run by module that goes on from one that clipped as stock."""
+    with trainer(corpus, NO_DROPOUT, GATED, f"--megascale-nonfinite skip --save {folder}", megascale=True) as run:
+        run.optimizer.clipping.skipped_steps = 2
+        run.train_step()
+        run.save()
+    with trainer(corpus, NO_DROPOUT, GATED, AUTO, f"--load {folder}", megascale=True) as run:
+        run.train_step()
+        return run.optimizer.clipping.skipped_steps, run.optimizer.clipping.clipper.calibration.step
+
+
+def test_clipping_by_module_can_begin_after_a_run_that_left_steps_out(pools, corpus, tmp_path):
+    assert pools[1].run(after_skipping, corpus=corpus, folder=str(tmp_path / "checkpoint")) == [(2, 1)]
 
 
 @pytest.mark.parametrize(("world", "options"), [(1, ""), (2, EXPERT_PARALLEL)], ids=["single", "ep2"])

@@ -173,6 +173,28 @@ def test_states_that_do_not_fit():
     assert given.calibration.alpha == 0.2
 
 
+def test_a_run_that_is_to_fit_alpha_fits_it_after_one_with_a_number():
+    model = two_part()
+    given = CMSAClipper.for_model(model, base=0.3, config=ClipConfig(mode="cmsa", mpus=MPUS, alpha=0.35))
+    train(given, model, range(3))
+    auto = CMSAClipper.for_model(model, base=0.3, config=ClipConfig(mode="cmsa", mpus=MPUS))
+    auto.load_state_dict(given.state_dict())
+    records = train(auto, model, range(12))
+    assert [record["alpha"] for record in records[:6]] == [0.35] * 6, "in force until there is a fitted one"
+    assert auto.calibration.fit is not None
+    assert records[11]["alpha"] == auto.calibration.fit.alpha
+    again = CMSAClipper.for_model(model, base=0.3, config=ClipConfig(mode="cmsa", mpus=MPUS))
+    again.load_state_dict(auto.state_dict())
+    assert again.calibration == auto.calibration, "what was fitted is not fitted again"
+
+
+def test_of_a_run_that_clipped_as_stock_the_left_out_steps_are_taken():
+    model = two_part()
+    clipper = CMSAClipper.for_model(model, base=0.3, config=ClipConfig(mode="cmsa", mpus=MPUS))
+    clipper.load_state_dict({"skipped_steps": 3})
+    assert (clipper.skipped_steps, clipper.calibration.step) == (3, 0)
+
+
 def test_losses_by_module_weight_their_modules_and_unknown_modules_are_refused():
     model = two_part()
     clipper = CMSAClipper.for_model(model, base=0.3, config=ClipConfig(mode="cmsa", mpus=MPUS))
@@ -252,6 +274,29 @@ def test_elements_of_experts_without_tokens_do_not_count():
     again = clipper.decide(shards).module("experts")
     assert again.elements == found.elements
     assert again.gvc == pytest.approx(found.gvc, rel=1e-6)
+
+
+def test_an_expert_that_is_divided_among_modules_counts_in_each():
+    """Each part is measured, and clipped, with its own module."""
+    model = torch.nn.Module()
+    model.experts = torch.nn.ModuleList()
+    for _ in range(2):
+        model.experts.append(torch.nn.ModuleDict({"up": torch.nn.Linear(3, 4), "down": torch.nn.Linear(4, 3)}))
+    config = ClipConfig(mode="cmsa", alpha=0.35, mpus={"*up*": "up", "*down*": "down"})
+    clipper = CMSAClipper.for_model(model, base=0.1, config=config)
+    generator = torch.Generator().manual_seed(SEED)
+    for name, parameter in model.named_parameters():  # the second expert got no tokens
+        size = 0.0 if name.startswith("experts.1") else 1e3 if "up" in name else 1.0
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * size
+    before = gradients(model)
+    report = clipper.clip(model.named_parameters())
+    for module, elements in (("up", 16), ("down", 15)):
+        found = report.module(module)
+        flat = torch.cat([g.flatten() for n, g in before.items() if n.startswith(f"experts.0.{module}")])
+        assert found.elements == elements
+        assert found.norm == pytest.approx(float(flat.norm()), rel=1e-6)
+        after = torch.cat([g.flatten() for n, g in gradients(model).items() if module in n])
+        assert float(after.norm()) == pytest.approx(found.threshold, rel=1e-4)
 
 
 def test_experts_are_recognised_by_name_and_shape():

@@ -84,6 +84,9 @@ def test_the_first_pattern_decides_and_the_rest_is_a_module():
     assert mpus.names == ("special", "vision", "text", "rest")
     assert [mpus.names[mpus.index(n)] for n in names] == ["special", "vision", "text", "rest"]
     assert mpus_from_patterns({"*": "all"}, names).names == ("all",)
+    several = {"vision.*": "big", "vision.a.*": "big", "text*": "text", "*": "big"}
+    assert mpus_from_patterns(several, names).names == ("big", "text"), "a pattern may be idle, a module may not"
+    assert mpus_from_patterns({"vision.*": "vision", "vision.a.*": "rest"}, names).names == ("vision", "rest")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,10 @@ def test_the_first_pattern_decides_and_the_rest_is_a_module():
     [
         ({}, r"clip\.mpus is empty"),
         ({"audio.*": "audio"}, r"no parameter matches 'audio\.\*' \(audio\); a parameter's name is text\.weight"),
+        (
+            {"*": "all", "text.*": "text"},
+            r"all parameters that 'text\.\*' \(text\) matches are taken by patterns before it; the first that matches",
+        ),
         ({"text.*": 3}, r"'text\.\*': 3 must be a pattern of parameter names and a name"),
     ],
 )

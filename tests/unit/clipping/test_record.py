@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megascale_omni import cli
 from megascale_omni.clipping.record import read_clip_record
 
 
-def step(iteration: int, *, bad: bool = False) -> dict[str, object]:
+def step(iteration: int, *, bad: bool = False) -> dict[str, Any]:
     mpus = {
         "encoder": {"norm": "nan" if bad else 10.0 ** (iteration % 3), "gvc": 2.0, "threshold": 1.5, "clip_ratio": 0.5},
         "generator": {"norm": 0.5, "gvc": 1.3, "threshold": None if iteration < 3 else 1.2, "clip_ratio": 1.0},
@@ -22,7 +23,7 @@ def step(iteration: int, *, bad: bool = False) -> dict[str, object]:
     return {"event": "step", "iteration": iteration, "loss": 1.0 / iteration, "clip": {**clip, "mpus": mpus}}
 
 
-def write(path: Path, records: list[dict[str, object]], end: str = "") -> Path:
+def write(path: Path, records: list[dict[str, Any]], end: str = "") -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in [{"event": "start"}, *records]) + end)
     return path
 
@@ -50,6 +51,27 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
     assert "encoder" in text
     assert "step 4 left out: encoder (rank 0: encoder.weight)" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_whose_last_step_was_left_out_has_an_alpha(tmp_path, capsys):
+    last = step(9, bad=True)
+    last["clip"]["alpha"] = None
+    write(tmp_path / "run.jsonl", [*(step(i) for i in range(1, 9)), last])
+    assert cli.main(["clip", str(tmp_path)]) == 0
+    assert "steps 1 to 9, alpha 0.3500, 1 steps left out" in capsys.readouterr().out
+
+
+def test_modules_that_a_restart_has_changed_are_all_shown(tmp_path, capsys):
+    late = [step(i) for i in (3, 4)]
+    for line in late:
+        line["clip"]["mpus"] = {"decoder": line["clip"]["mpus"]["encoder"]}
+    record = read_clip_record(write(tmp_path / "run.jsonl", [step(1), step(2), *late]))
+    assert [module.name for module in record.modules] == ["encoder", "generator", "decoder"]
+    encoder, _, decoder = record.modules
+    assert [math.isnan(norm) for norm in encoder.norms] == [False, False, True, True]
+    assert (encoder.clipped_share, decoder.clipped_share) == (1.0, 1.0)
+    assert cli.main(["clip", str(tmp_path), "--png", str(tmp_path / "clip.png")]) == 0
+    assert "decoder" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

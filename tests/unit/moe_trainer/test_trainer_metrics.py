@@ -23,6 +23,14 @@ STEP = {
 
 
 class TestJsonLines:
+    def test_a_line_that_a_killed_run_did_not_finish_is_gone_when_it_goes_on(self, tmp_path):
+        path = tmp_path / "run.jsonl"
+        path.write_text('{"event": "step", "iteration": 1}\n{"event": "st')
+        lines = JsonLines(path, append=True)
+        lines.write({"event": "step", "iteration": 2})
+        lines.close()
+        assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
+
     def test_a_record_is_in_the_file_when_it_is_written(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "metrics.jsonl"
         lines = JsonLines(path)
