@@ -8,6 +8,7 @@ from megascale_omni.config import HeatConfig
 from megascale_omni.heat.stored import FORWARDS, TOKENS, USES, Counts
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.observe import Observer
 from megascale_omni.paging.planes import ModuleEntry
 from megascale_omni.schedule import Phase
 
@@ -16,7 +17,7 @@ HEATING = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP})
 """Recompute and evaluation add no heat: they repeat, or do not train."""
 
 
-class HeatMap:
+class HeatMap(Observer):
     """An observer that counts ``[expert, window, metric]`` of every module, see states' [Note: heat].
 
     A window is kept in parts of ``refresh_steps``, so that the newest window slides. ``travels`` are the bytes that a
@@ -36,7 +37,7 @@ class HeatMap:
     # -- what is seen --------------------------------------------------------------------------------------------------
 
     def visited(self, visit: Visit, pages: np.ndarray) -> None:
-        """See Observer."""
+        """See Observer. A visit holds each of its pages once: they are counted as it begins."""
         if visit.phase not in HEATING:
             return
         self._see_all_pages()
@@ -58,24 +59,6 @@ class HeatMap:
         tokens += counts
         self._forwards[module] += active
         self.last_token_step[module][active] = self._manager.schedule.moment.step
-
-    def held(self, page_ids: np.ndarray) -> None:
-        """See Observer: a visit holds each of its pages once, and has been counted as it began."""
-
-    def reached(self, page: int) -> None:
-        """See Observer."""
-
-    def released(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def created(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def dropped(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def written(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 

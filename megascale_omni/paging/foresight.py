@@ -15,6 +15,7 @@ import numpy as np
 
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.paging.observe import Observer
 from megascale_omni.schedule import Phase
 
 FADING = 0.95
@@ -48,7 +49,7 @@ class Record:
             self.counts[key] += count
 
 
-class Foresight:
+class Foresight(Observer):
     """Takes predictions, hands them to the outlook, and watches how they come out."""
 
     def __init__(self, manager: ExpertManager) -> None:
@@ -73,24 +74,3 @@ class Foresight:
             needed = np.zeros(len(named), dtype=bool)
             needed[pages // self._manager.numbering.entries[visit.module].num_slices] = True
             self.records[visit.module].learn(named, needed)
-
-    def routed(self, module: int, counts: np.ndarray) -> None:
-        """See Observer."""
-
-    def reached(self, page: int) -> None:
-        """See Observer."""
-
-    def held(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def released(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def created(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def dropped(self, page_ids: np.ndarray) -> None:
-        """See Observer."""
-
-    def written(self, page_ids: np.ndarray) -> None:
-        """See Observer."""

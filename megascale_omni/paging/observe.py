@@ -11,43 +11,35 @@ import numpy as np
 from megascale_omni.paging.forecast import Visit
 
 
-class Observer(Protocol):
+class Observer:
     """Told of everything that happens to pages, on the main thread, after it happened. Page ids are int64 arrays.
 
-    An observer must not change anything, and must copy what it keeps.
+    An observer must not change anything, and must copy what it keeps. What it does not override it does not see.
     """
 
     def visited(self, visit: Visit, pages: np.ndarray) -> None:
         """A sweep over pages of a module begins (numbers from 0 in the module)."""
-        ...
 
     def routed(self, module: int, counts: np.ndarray) -> None:
         """A forward of a training step sends ``counts`` tokens to each expert of a module."""
-        ...
 
     def reached(self, page: int) -> None:
         """All pages of the sweep's current group are held; ``page`` is the last of them (number in the module)."""
-        ...
 
     def held(self, page_ids: np.ndarray) -> None:
         """A lease brought pages to the device arena and pinned them."""
-        ...
 
     def released(self, page_ids: np.ndarray) -> None:
         """The lease has ended."""
-        ...
 
     def created(self, page_ids: np.ndarray) -> None:
         """Absent pages got slots."""
-        ...
 
     def dropped(self, page_ids: np.ndarray) -> None:
         """Pages became absent."""
-        ...
 
     def written(self, page_ids: np.ndarray) -> None:
         """A holder announced that it changes pages."""
-        ...
 
 
 @dataclass(frozen=True)

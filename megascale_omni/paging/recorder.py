@@ -9,6 +9,7 @@ import numpy as np
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.needs import class_needs
+from megascale_omni.paging.observe import Observer
 from megascale_omni.paging.trace import Op, TracedModel, TracedModule, TraceWriter
 from megascale_omni.schedule import Phase
 
@@ -34,7 +35,7 @@ def traced_model(manager: ExpertManager) -> TracedModel:
     return TracedModel(tuple(traced(module_id) for module_id in range(len(manager.modules))))
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer that writes what it sees to a trace file.
 
     Raises:
@@ -71,9 +72,6 @@ class Recorder:
         """See Observer."""
         bits = sum(1 << int(plane) for plane in visit.planes)
         self._event(Op.VISIT, [PHASES.index(visit.phase), visit.module, bits, *pages.tolist()])
-
-    def routed(self, module: int, counts: np.ndarray) -> None:
-        """See Observer."""
 
     def reached(self, page: int) -> None:
         """See Observer."""
