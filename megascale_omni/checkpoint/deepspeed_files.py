@@ -204,14 +204,19 @@ class DeepSpeedFiles:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def frozen(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that the optimizer does not have, with their shapes."""
-        return {name: tuple(shape) for name, shape in (self.model.get("frozen_param_shapes") or {}).items()}
+        """Parameters that the optimizer does not have, with their shapes; of tied ones the one that is stored."""
+        if self.stage == 3:
+            return {name: tuple(shape) for name, shape in (self.model.get("frozen_param_shapes") or {}).items()}
+        others = {*self.shapes, *self.model["buffer_names"], *(self.model.get("shared_params") or {})}
+        return {name: tuple(tensor.shape) for name, tensor in self.model["module"].items() if name not in others}
 
     def read_frozen(self, name: str) -> torch.Tensor:
         """A frozen parameter; under ZeRO 3 put together from the ranks' parts."""
-        parts = [model["frozen_param_fragments"][name].reshape(-1) for model in self._models]
+        if self.stage != 3:
+            found: torch.Tensor = self.model["module"][name]
+            return found
+        flat = torch.cat([model["frozen_param_fragments"][name].reshape(-1) for model in self._models])
         shape = self.frozen()[name]
-        flat = parts[0] if self.stage != 3 else torch.cat(parts)
         return flat[: math.prod(shape)].view(shape)
 
 

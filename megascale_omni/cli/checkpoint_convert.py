@@ -47,12 +47,13 @@ def format_of(folder: Path) -> str:
 
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
+    if any(folder.glob("*model_states.pt")):  # pages may lie in a folder beside them
+        return DEEPSPEED
     if (folder / MANIFEST).is_file() or is_store(folder):
         return PAGED
-    inside = ("*", "*/*")
-    if any(any(folder.glob(f"{at}model_states.pt")) for at in inside):
+    if any(folder.glob("*/*model_states.pt")):
         return DEEPSPEED
-    old = any(any(folder.glob(f"{at}/model_optim_rng.pt")) for at in inside)
+    old = any(any(folder.glob(f"{at}/model_optim_rng.pt")) for at in ("*", "*/*"))
     if old and not any(folder.glob("*/common.pt")):
         raise ValueError(
             f"{folder} is in Megatron's old format torch: load it with Megatron-LM, and save with "

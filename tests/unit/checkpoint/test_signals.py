@@ -109,7 +109,7 @@ def test_told_to_end_in_the_middle_of_a_save(tmp_path, beside):
     for number in (1, 2, OLD):
         save(tmp_path / "store", number, f"t{number}")
     found = set()
-    for stop_at in itertools.count(1, step=3 if beside else 1):
+    for stop_at in itertools.count(1, step=5 if beside else 2):
         root = tmp_path / str(stop_at)
         shutil.copytree(tmp_path / "store", root)
         if not ended_in(root, stop_at, beside=beside):
