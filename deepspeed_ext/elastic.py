@@ -111,6 +111,7 @@ def _set_position(engine: Any, values: Mapping[str, Any]) -> None:  # noqa: ANN4
     """
     for name, value in values["position"].items():
         setattr(engine, name, value)
+    engine.run.manager.schedule.resume_at(engine.global_steps)
     if "micro_steps" not in values["position"]:
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     schedule = engine.lr_scheduler

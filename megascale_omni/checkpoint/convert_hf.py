@@ -111,7 +111,9 @@ def from_hf(
         if name not in of_experts:
             assembly.dense[MODEL + name] = Source(tensor.dtype, tuple(tensor.shape), partial(_same, tensor))
     for path, shapes in modules.items():
-        experts = HfExperts(path, shapes, tensors[f"{path}.down_proj"].dtype, partial(_expert, tensors, path))
+        experts = HfExperts(
+            path, shapes, tensors[f"{path}.{next(iter(shapes))}"].dtype, partial(_expert, tensors, path)
+        )
         add_module(assembly, experts, source=source, style=style, page_bytes=page_bytes)
     return write(root, tag, assembly)
 

@@ -90,7 +90,7 @@ class DeepSpeedFiles:
                 "does not say which parameter a moment is of"
             )
         self.stage = _number(states[0].get("zero_stage"))
-        if self.stage not in _FP32:
+        if self.stage not in (1, 2, 3):
             raise ValueError(f"{folder}: ZeRO stage {self.stage!r} is unknown")
         counts = states[0].get("partition_count", len(states))
         if any(count != len(states) for count in (counts if isinstance(counts, list) else [counts])):
@@ -231,7 +231,8 @@ def tag_folder(source: Path) -> Path:
     return folder
 
 
-def _number(value: object) -> object:
-    """An enumeration's value; DeepSpeed's classes are not imported."""
+def _number(value: object) -> int:
+    """An enumeration's value, as DeepSpeed's classes are not imported; -1 where it is no number."""
     args = getattr(value, "args", None)
-    return args[0] if isinstance(args, tuple) and args else value
+    found = args[0] if isinstance(args, tuple) and args else value
+    return found if isinstance(found, int) else -1

@@ -39,7 +39,7 @@ def test_stocks_files_there_and_back(
     case = replace(SPARSE, stage=stage, bf16=bf16)
     before = pools[world].run(ranks.saved_by_stock, case=case, folder=str(tmp_path / "stock"))[0]
     assert all({"exp_avg", "exp_avg_sq"} <= kinds.keys() for kinds in before.values())
-    convert(tmp_path / "stock", tmp_path / "paged", "--to", "paged", "--page-size", "16KiB", "--style", "hf")
+    convert(tmp_path / "stock", tmp_path / "paged", "--to", "paged", "--page-size", "64KiB", "--style", "hf")
     other = replace(case, stage=other_stage)
     for state, _, told in pools[other_world].run(ranks.loaded_elastic, case=other, folder=str(tmp_path / "paged")):
         assert ranks.differences(before, state) == []
