@@ -27,6 +27,8 @@ class Session:
 
     config: MegaScaleConfig
     model: Sequence[torch.nn.Module] = ()
+    waits_for_saves: bool = True
+    """Training goes on when a save in stock's format is over."""
     _checkpoints: dict[str, PagedCheckpoints] = field(default_factory=dict)
 
     def checkpoints(
@@ -96,7 +98,7 @@ def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # 
     if config is None:
         return original(*args, **kwargs)
     enable_from_args(options)
-    session = Session(config)
+    session = Session(config, waits_for_saves=not getattr(options, "async_save", False))
     _sessions.append(session)
     result = original(*args, **kwargs)
     session.model = result[0]
