@@ -152,6 +152,7 @@ def to_megatron_names(opened: Opened, root: Path, tag: str | None = None, *, lik
         "rng": False,
         "stock": {**values["stock"], "steps": view.steps} if with_optimizer else None,
         "clipping": opened.manifest.values.get("clipping"),
+        "paging_step": step,
     }
     assembly = Assembly(
         step=step,

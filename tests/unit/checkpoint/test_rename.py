@@ -60,6 +60,7 @@ def megatrons(
             "optimizer": optimizer,
             "rng": True,
             "clipping": {"skipped_steps": 1},
+            "paging_step": STEPS,
             "stock": {"form": "float16", "separate": False, "groups": [[{"lr": 0.1}]], "steps": STEPS},
         },
         versions={"megatron-core": "0.16.1"},
