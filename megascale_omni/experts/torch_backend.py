@@ -149,7 +149,8 @@ class _WeightGradients:
         """``out (+)= left^T right``, the weight gradient of one product."""
         products = self._context.products
         if store or out.dtype is torch.float32:
-            products.tn(left, right, out=out, accumulate=not store)
+            rounded = self._context.rounds_gradients
+            products.tn(left, right, out=out, accumulate=not store, rounded=rounded)
         else:  # a bf16 gradient plane: stock rounds the product, then the sum
             partial = self._context.workspace.take("weight_gradient", tuple(out.shape), left.dtype)
             products.tn(left, right, out=partial)
@@ -260,10 +261,11 @@ class _Backward:
         weights.product(act_nr, gy_nh, out=page.down_rh, store=store)
         weights.product(gpre_nR, self.x_of[expert], out=page.fc1_Rh, store=store)
         if page.fc1_bias_R is not None:
-            weights.vector(gpre_nR.sum(0), out=page.fc1_bias_R, store=store)
+            weights.vector(self.context.bias_sum(gpre_nR), out=page.fc1_bias_R, store=store)
         if page.down_bias_h is not None:
             scaled = gy_nh * self.probs_of[expert].unsqueeze(-1) if self.probs_of else gy_nh
-            weights.vector(scaled.sum(0).to(self.dtype), out=page.down_bias_h, store=store)
+            total_h = self.context.bias_sum(scaled, rounded_to=self.dtype)
+            weights.vector(total_h, out=page.down_bias_h, store=store)
 
 
 class TorchBackend:

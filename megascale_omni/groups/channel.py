@@ -90,6 +90,12 @@ class Channel:
         self.guarded(lambda: dist.all_gather_into_tensor(result, given, group=self.group), "exchanging counts")
         return result.view(self.size, *values.shape)
 
+    def broadcast(self, values: torch.Tensor, *, source: int) -> None:
+        """``values`` of rank ``source`` (in the group) into those of all others."""
+        if self.group is not None:
+            start = self.global_ranks[source]
+            self.guarded(lambda: dist.broadcast(values, src=start, group=self.group), "sending pages to their copies")
+
     def transfer(self, transfers: Sequence[Transfer]) -> Transfers:
         """Starts transfers between pairs of ranks. Both sides name theirs in the same order."""
         return Transfers(self, transfers)
