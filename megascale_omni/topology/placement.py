@@ -85,8 +85,8 @@ class Placement:
 
 def _slots_of(ranks: object, what: str) -> Slots:
     """From what a file holds. Raises ValueError unless it is a list of lists of whole numbers."""
-    rows = ranks if isinstance(ranks, list) else [None]
-    if not all(isinstance(row, list) and all(type(expert) is int for expert in row) for row in rows):
+    rows = [row if isinstance(row, list) else [None] for row in ranks] if isinstance(ranks, list) else [[None]]
+    if not all(type(expert) is int for row in rows for expert in row):
         raise ValueError(f"{what}: {ranks!r} must be a list of experts' numbers for each rank, e.g. [[0, 2], [1, 3]]")
     return tuple(tuple(row) for row in rows)
 
