@@ -25,6 +25,7 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.optimizer.arithmetic import arithmetic_for
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
 from megascale_omni.paging.budget import smallest_budget
+from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.mover import Mover
@@ -56,6 +57,7 @@ class Task:
     max_lag: int = 100
     clip: float = 0.5  # largest norm of all gradients; 0: none, and pages are stepped in the backward
     in_backward: bool = True  # gradients are completed in the last backward
+    in_host: bool = False  # pages whose moments lie in host memory are stepped there
     recompute: bool = False
     evaluate: bool = True
     blas: bool = True  # products by BLAS; by what suits the processor otherwise
@@ -113,9 +115,17 @@ def random_experts(
 class Model:
     """The modules of a task with their optimizer, on one manager."""
 
-    def __init__(self, task: Task, options: PagingOptions, mover: Mover | None = None, *, poison: bool = True) -> None:
+    def __init__(
+        self,
+        task: Task,
+        options: PagingOptions,
+        mover: Mover | None = None,
+        *,
+        copier: Copier | None = None,
+        poison: bool = True,
+    ) -> None:
         self.task = task
-        self.manager = ExpertManager(device=CPU, options=options, mover=mover, poison=poison)
+        self.manager = ExpertManager(device=CPU, options=options, mover=mover, copier=copier, poison=poison)
         workspace = Workspace(CPU)
         generator = torch.Generator().manual_seed(task.seed)
         self.modules = [
@@ -130,6 +140,7 @@ class Model:
             arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False),
             shards=PageShards(),
             max_lag=task.max_lag,
+            in_host=task.in_host,
         )
         self.gradients = ExpertGradients(self.modules)
         if task.in_backward:
@@ -195,11 +206,18 @@ def batches_of(task: Task) -> Iterator[None]:
         yield
 
 
-def train(task: Task, options: PagingOptions = ALL, *, mover: Mover | None = None, check: bool = False) -> Trained:
+def train(
+    task: Task,
+    options: PagingOptions = ALL,
+    *,
+    mover: Mover | None = None,
+    copier: Copier | None = None,
+    check: bool = False,
+) -> Trained:
     """Trains and exports; with ``check`` the page table is counted after every step."""
     found = Trained()
     with batches_of(task):
-        model = Model(task, options, mover)
+        model = Model(task, options, mover, copier=copier)
         try:
             for number in range(1, task.steps + 1):
                 model.step(number, found)
