@@ -229,6 +229,7 @@ def enable_from_args(args: argparse.Namespace) -> Runtime | None:
     if config is None:
         return None
     support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
+    support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
     runtime = patches.enable(config)
     runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
     return runtime

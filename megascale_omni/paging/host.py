@@ -74,7 +74,7 @@ class HostTier:
 
     def take_back(self, page_ids: Iterable[int]) -> None:
         """Ends one loan of each page."""
-        self._lent.subtract(page_ids)
+        self._lent.subtract(list(page_ids))  # a mapping would count by its values
         self._lent = +self._lent
 
     def admit(self, page_id: int) -> int | None:

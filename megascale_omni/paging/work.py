@@ -7,6 +7,7 @@ there is worked on there, and the others, which lie on the device or on disk, ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +63,7 @@ class PageWork:
 
 
 def wanted_here(
-    table: PageTable, page_ids: np.ndarray, *, deciding: tuple[Plane, ...], planes: tuple[Plane, ...] = STATE
+    table: PageTable, page_ids: np.ndarray, *, deciding: tuple[Plane, ...], planes: Sequence[Plane] = STATE
 ) -> np.ndarray:
     """Of pages that are worked on soon, those to be brought to the device arena, in their order.
 

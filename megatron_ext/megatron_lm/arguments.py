@@ -79,6 +79,7 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
     if config is not None:
         with users_mistakes():
             support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
+            support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
     return result
 
 

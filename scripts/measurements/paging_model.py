@@ -62,6 +62,7 @@ class Task:
     evaluate: bool = True
     blas: bool = True  # products by BLAS; by what suits the processor otherwise
     batch_bytes: int = 16384  # a few pages
+    device: str = "cpu"
 
     @property
     def layout(self) -> PageLayout:
@@ -91,6 +92,7 @@ def random_experts(
     manager: ExpertManager, path: str, task: Task, *, workspace: Workspace, generator: torch.Generator
 ) -> PagedExperts:
     """A module of a task with random weights and all planes of a training."""
+    device = torch.device(task.device)
     dtypes = {Plane.WEIGHT: task.dtype, Plane.GRADIENT: torch.float32}
     if task.dtype is not torch.float32:
         dtypes[Plane.MASTER] = torch.float32
@@ -102,13 +104,13 @@ def random_experts(
         dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
         activation=Activation("silu", gated=True),
         style="sequential",
-        products=products_for(device=CPU, choice="blas" if task.blas else "auto", workspace=workspace),
+        products=products_for(device=device, choice="blas" if task.blas else "auto", workspace=workspace),
         workspace=workspace,
     )
     for expert in range(task.experts):
         shapes = {part.tensor.name: part.tensor.shape for part in experts.names.of_expert(expert)}
         values = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
-        experts.initialise(expert, {name: value.to(task.dtype) for name, value in values.items()})
+        experts.initialise(expert, {name: value.to(device, task.dtype) for name, value in values.items()})
     return experts
 
 
@@ -125,8 +127,9 @@ class Model:
         poison: bool = True,
     ) -> None:
         self.task = task
-        self.manager = ExpertManager(device=CPU, options=options, mover=mover, copier=copier, poison=poison)
-        workspace = Workspace(CPU)
+        self.device = torch.device(task.device)
+        self.manager = ExpertManager(device=self.device, options=options, mover=mover, copier=copier, poison=poison)
+        workspace = Workspace(self.device)
         generator = torch.Generator().manual_seed(task.seed)
         self.modules = [
             random_experts(self.manager, f"layers.{number}.experts", task, workspace=workspace, generator=generator)
@@ -137,7 +140,7 @@ class Model:
         self.adam = PagedAdam(
             [(experts, GroupBinding(weights=0, biases=1 if task.bias else None)) for experts in self.modules],
             groups=self.groups,
-            arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False),
+            arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False, device=self.device),
             shards=PageShards(),
             max_lag=task.max_lag,
             in_host=task.in_host,
@@ -149,15 +152,15 @@ class Model:
 
     def forward(self, generator: torch.Generator) -> torch.Tensor:
         """The loss of a batch."""
-        task = self.task
-        x = torch.randn(task.tokens, task.hidden, generator=generator).to(task.dtype)
-        target = torch.randn(task.tokens, task.hidden, generator=generator)
+        task, device = self.task, self.device
+        x = torch.randn(task.tokens, task.hidden, generator=generator).to(device, task.dtype)
+        target = torch.randn(task.tokens, task.hidden, generator=generator).to(device)
         for experts in self.modules:
             chosen = torch.randperm(task.experts, generator=generator)[: task.active]
             routed = chosen[torch.randint(task.active, (task.tokens,), generator=generator)]
             counts = torch.bincount(routed, minlength=task.experts).tolist()
-            probs = torch.rand(task.tokens, generator=generator).to(task.dtype)
-            x = x[torch.randperm(task.tokens, generator=generator)]
+            probs = torch.rand(task.tokens, generator=generator).to(device, task.dtype)
+            x = x[torch.randperm(task.tokens, generator=generator).to(device)]
             if task.recompute and torch.is_grad_enabled():
                 y = checkpoint(experts, x, counts, probs, use_reentrant=False)
             else:
@@ -191,7 +194,7 @@ class Model:
             for plane in sorted(experts.pages.dtypes):
                 if plane is not Plane.GRADIENT:
                     for name, tensor in self.adam.dense(experts, plane).items():
-                        found.tensors[f"{experts.path}.{name}.{plane.name.lower()}"] = tensor
+                        found.tensors[f"{experts.path}.{name}.{plane.name.lower()}"] = tensor.cpu()
 
     @property
     def smallest_budget(self) -> int:

@@ -263,7 +263,7 @@ def test_only_an_arithmetic_with_the_same_bits_on_both_may_be_stepped_on_both(mo
 
 
 def test_the_choice_of_a_run_is_settled_from_its_budgets_and_said(tmp_path, caplog):
-    task = Task(modules=1, experts=2)
+    task = Task(modules=1, experts=6)
     with batches_of(task):
         model = Model(task, options(tmp_path))
         with caplog.at_level("INFO"):
