@@ -27,6 +27,7 @@ FILES = {
             parser.add_argument("--num-experts", type=int)
             parser.add_argument("--distributed-backend", default="gloo")
             parser.add_argument("--save")
+            parser.add_argument("--load")
             parser.add_argument("--yaml-cfg")
             parser.add_argument("--ckpt-format")
             return parser
@@ -53,6 +54,15 @@ FILES = {
 
         def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load"):
             return 0, 0
+    """,
+    "megatron/core/dist_checkpointing/strategies/filesystem_async.py": """
+        class FileSystemWriterAsync:
+            def prepare_write_data(self, plan, planner):
+                pass
+
+            @staticmethod
+            def write_preloaded_data(transform_list, local_proc_idx, write_bucket, results_queue, count_queue):
+                pass
     """,
     "megatron/training/training.py": """
         import torch
@@ -107,7 +117,7 @@ def write_checkout(root: Path, **changed: str) -> Path:
 
 def toy_module(name: str) -> ModuleType:
     """One of its modules, by name, executed without those that it imports from beside it."""
-    text = dedent(FILES[f"megatron/training/{name.rpartition('.')[2]}.py"])
+    text = dedent(FILES[f"{name.replace('.', '/')}.py"])
     lines = [line for line in text.splitlines() if not line.startswith("from .")]
     module = ModuleType(name)
     exec(compile("\n".join(lines), name, "exec"), vars(module))
