@@ -85,7 +85,7 @@ class HostSteps:
         # A weight beside a master is written, not read.
         coming = [(away[p], room[p]) for p in away if p is not Plane.WEIGHT or Plane.MASTER not in pages]
         down = copier.fetch(coming, after=[copier.streams.mark()]) if coming else None
-        written = {plane: page for plane, page in away.items() if plane is not Plane.GRADIENT}
+        written: Pages = {plane: page for plane, page in away.items() if plane is not Plane.GRADIENT}
         before = self._waiting
         self._waiting = _Coming({**pages, **room}, written, work, let_go, down, buffers)
         if before is not None:

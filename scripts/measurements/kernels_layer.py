@@ -120,7 +120,8 @@ class StockLayer:
             parameter.grad = None
         self.adam.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.params, [master.detach() for master in self.masters])
+            for parameter, master in zip(self.params, self.masters, strict=True):
+                parameter.copy_(master)
         self.x.grad = None
 
 

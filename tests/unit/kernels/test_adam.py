@@ -1,5 +1,7 @@
 """Pages stepped by the kernel have the bits of the same arithmetic in host memory, missed steps and all."""
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -146,9 +148,9 @@ def test_what_does_not_fit_is_refused_by_name(change, message):
 
 
 def test_a_clip_coefficient_is_a_number():
-    page = {name: torch.zeros(8) for name in "pmv"}
+    page, coefficient = {name: torch.zeros(8) for name in "pmv"}, cast(float, torch.ones(1))
     with pytest.raises(ValueError, match="clip: Tensor, must be a number"):
-        launch_adam([AdamSegment(**page, g=torch.ones(8), records=records(1))], decoupled=True, clip=torch.ones(1))
+        launch_adam([AdamSegment(**page, g=torch.ones(8), records=records(1))], decoupled=True, clip=coefficient)
 
 
 def trained(kernels: bool, folder) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The paged products by themselves: gathered tokens, pages far apart, what is refused, what traps."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +129,16 @@ def _given(tensor: str) -> torch.Tensor:
     return torch.arange(total) if tensor == "index" else torch.randn(shapes[tensor])
 
 
+KEPT = pages(4)
+"""Tables have addresses only: somebody must keep the pages."""
+
+
 def launches(**changes):
     """Every launcher of a product with what fits, but for the changes: name -> call."""
-    wave, tile = changes.pop("wave", None) or tables(pages(2), pages(2)), changes.pop("tile", INTERPRETED.fc1)
+    wave, tile = changes.pop("wave", None) or tables(KEPT[:2], KEPT[2:]), changes.pop("tile", INTERPRETED.fc1)
     rows, common = changes.pop("rows", 16), {"wave": wave, "tile": tile}
 
-    def of(launcher: str) -> dict[str, object]:
+    def of(launcher: str) -> dict[str, Any]:
         found = {name: changes[name] if name in changes else _given(name) for name in TAKES[launcher]}
         return {CALLED.get(name, name): value for name, value in found.items()} | common
 
@@ -201,11 +206,12 @@ def test_waves_and_tiles_that_do_not_fit_each_other_are_refused():
     with pytest.raises(ValueError, match=r"^gradient page of expert 0, slice 0: address 0, the page is not resident"):
         launches(wave=tables(pages(2)))["weight_gradient"]()
     weights = pages(2)
-    for change, message in (
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"expert": 0}, "expert 0, slice 0 comes after expert 0, slice 0; pages of a wave must ascend"),
         ({"rows": -1}, "has rows, a block or neurons that cannot be"),
         ({"neurons": 0}, "has rows, a block or neurons that cannot be"),
-    ):
+    ]
+    for change, message in changes:
         with pytest.raises(ValueError, match=message):
             tables(weights, **change)
     cut = [WaveItem(0, 0, 0, 18, 0, NEURONS, weights[0].data_ptr(), weights[1].data_ptr())]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -154,12 +155,10 @@ def test_the_next_gradient_comes_down_before_a_page_is_stepped_and_weights_go_up
         tensors[Plane.MASTER].add_(tensors[Plane.GRADIENT])
         tensors[Plane.WEIGHT].copy_(tensors[Plane.MASTER])
 
-    gone = []
+    gone: list[int] = []
     for number, page in enumerate(pages):
         here = (Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
-        steps.step(
-            page, lambda tensors, n=number: work(n, tensors), here=here, let_go=lambda n=number: gone.append(n)
-        )  # fmt: skip
+        steps.step(page, partial(work, number), here=here, let_go=partial(gone.append, number))
         assert gone == list(range(number)), "the page at hand waits for its gradient"
     steps.finish()
     assert gone == [0, 1, 2, 3]

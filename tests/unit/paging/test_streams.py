@@ -160,9 +160,9 @@ def test_runs_have_every_copy_once_lie_together_and_could_not_be_longer(pairs, c
             assert pairs[one][0].is_before(pairs[other][0])
             assert pairs[one][1].is_before(pairs[other][1])
     for run in found:
-        for other in found:
+        for after in found:
             source, target = pairs[run[-1]]
-            assert not (source.is_before(pairs[other[0]][0]) and target.is_before(pairs[other[0]][1]))
+            assert not (source.is_before(pairs[after[0]][0]) and target.is_before(pairs[after[0]][1]))
     shuffled = list(range(len(pairs)))
     chance.shuffle(shuffled)
     again = runs([pairs[number] for number in shuffled])
