@@ -17,6 +17,7 @@ from megascale_omni.experts.overview import announce
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
+from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.foresight import Foresight
@@ -60,6 +61,7 @@ class Runtime:
     backend: Backend
     observation: Observation
     export: Export
+    guests: GuestHouse = field(default_factory=GuestHouse)
     topology: Topology | None = None
     placement: Placement | None = None
     routing: RoutingWriter | None = None
@@ -101,7 +103,7 @@ class Runtime:
             export=Export(config.paging.disk_path),
             topology=topology,
             placement=None if which is None else Placement.from_file(which),
-            routing=None if record is None else RoutingWriter(record, rank=rank),
+            routing=None if record is None else RoutingWriter(record, rank=rank, world=world),
             early_router=EarlyRouter(Foresight(manager)) if config.paging.prefetch == "early-router" else None,
             announces=announce,
         )

@@ -40,6 +40,7 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     assert "stock validates ['megascale']" in output, "the flag is there, and off"
     assert "enabled False" in output
     assert "stock logs 3" in output
+    assert "the script's device cpu" in output
     assert "stock saves" in output
 
 
@@ -49,6 +50,7 @@ def test_the_first_line_of_a_script_is_as_good_and_the_model_is_built_with_megas
     status, output = launch(script, *MOE, "--megascale", module=False)
     assert status == 0, output
     assert "enabled True" in output
+    assert "the script's device cpu" in output, "though it was compiled before the plug-in was imported"
     assert "stock saves" in output
     assert "at the end False" in output, "what was changed is undone when training is over"
 

@@ -88,18 +88,23 @@ FILES = {
             ARGS.append(args)
             print("device", torch.zeros(1, device=torch.cuda.current_device()).device, torch.cuda.is_available())
             setup_model_and_optimizer(provider)
+            print("the script's device", provider().device)
             training_log({}, 3)
             save_checkpoint(3, [], None, None, 0)
     """,
     "pretrain_toy.py": """
         import sys
 
+        import torch
         from megatron.training import pretrain
 
         assert sys.argv[0] == __file__, (sys.argv, __file__)
 
+        def provider():
+            return torch.zeros(1, device="cuda").cuda()
+
         if __name__ == "__main__":
-            pretrain(None)
+            pretrain(provider)
             from megatron_ext import is_enabled
             print("at the end", is_enabled())
     """,
