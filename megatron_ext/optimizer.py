@@ -12,6 +12,7 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megascale_omni.clipping import ClipConfig
 from megascale_omni.experts.gradients import ExpertGradients
@@ -285,9 +286,11 @@ def build_optimizer(
     """Stock's ``get_megatron_optimizer`` for chunks that hold paged experts.
 
     Raises:
-        ValueError: an unsupported optimizer option, no paged experts in the whole model (on every rank), or paged
-            experts and a chunk without stock's data-parallel wrapper.
+        ValueError: an unsupported optimizer option, no paged experts in the whole model (on every rank), MoE layers
+            that were built before MegaScale was enabled, or paged experts and a chunk without stock's data-parallel
+            wrapper.
     """
+    _refuse_late(model_chunks)
     chunks = [chunk for chunk in model_chunks if isinstance(chunk, MegaScaleDDP)]
     if len(chunks) < len(model_chunks):
         _refuse_experts(model_chunks)
@@ -378,6 +381,15 @@ def _clipping(
     for chunk in chunks:
         chunk.loss_listener = clipping.report_loss
     return clipping
+
+
+def _refuse_late(chunks: Sequence[torch.nn.Module]) -> None:
+    """While the patches are in force nothing makes a plain ``MoELayer``: one that is there keeps stock's experts."""
+    if any(type(module) is MoELayer for chunk in chunks for module in chunk.modules()):
+        raise ValueError(
+            "the model was built before MegaScale was enabled, and its experts are stock's; call "
+            "megatron_ext.enable_from_args(args), or enable(), before the model is built"
+        )
 
 
 def _refuse_experts(chunks: Sequence[torch.nn.Module]) -> None:

@@ -84,6 +84,26 @@ def test_a_model_without_its_wrapper_would_not_be_trained(pools):
     pools[1].run(build_unwrapped)
 
 
+def enable_late(rank: int, world: int) -> None:
+    from megatron.core import distributed, optimizer
+
+    fresh_parallel_state()
+    side = build(megascale=False)
+    settings = optimizer.OptimizerConfig(optimizer="adam", lr=1e-3)
+    megatron_ext.enable()
+    try:
+        wrapped_late = distributed.DistributedDataParallel(side.ddp.config, side.ddp.ddp_config, side.ddp.module)
+        for chunk in (side.ddp, wrapped_late):
+            with pytest.raises(ValueError, match=r"built before MegaScale was enabled, .* before the model is built"):
+                optimizer.get_megatron_optimizer(settings, [chunk])
+    finally:
+        megatron_ext.disable()
+
+
+def test_a_model_that_was_built_before_would_train_stocks_experts(pools):
+    pools[1].run(enable_late)
+
+
 def swap_state_dicts(rank: int, world: int) -> None:
     """Plain state dicts, as scripts of their own save them, go both ways and have stock's names."""
     fresh_parallel_state()
