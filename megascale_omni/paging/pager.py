@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from megascale_omni.paging.copies import CopyJob
 from megascale_omni.paging.disk import PageIoError
 from megascale_omni.paging.flights import Flight, FlightKind, Tiers
 from megascale_omni.paging.host import HostTier
@@ -96,6 +97,7 @@ class Pager:
             self.shadows.of_page(page_id).create(page_id, pinned=self._is_pinned)
         slot = self._take_slot(slot_class, wait=True)
         assert slot is not None
+        self.tiers.copier.acquired([self.tiers.device.tensor(slot_class, slot)])  # whoever was coming there is dropped
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
         self.table.dirty[page_id] = True
         self._arrived(page_id, slot)
@@ -173,6 +175,7 @@ class Pager:
         self._wanted.clear()
         for page_id in list(self._flights):
             self._finish(page_id)
+        self.tiers.copier.settle()
 
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
@@ -183,6 +186,7 @@ class Pager:
         table = self.table
         here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
+        self.tiers.copier.settle()  # memory that is given back is nobody's
         self.tiers.device.trim(slot_class)
 
     def send_away(self, page_ids: np.ndarray) -> None:
@@ -200,6 +204,7 @@ class Pager:
         Pages that leases hold or that are on their way stay where they are. No page changes its tier or its bytes.
         """
         device, table = self.tiers.device, self.table
+        self.tiers.copier.settle()
         ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
         still = {s for s, p in owners.items() if table.pins[p] or p in self._flights}
@@ -212,6 +217,7 @@ class Pager:
             table.shift(page_id, target)
             device.free(slot_class, source)
             self._arrived(page_id, target)
+            self.tiers.copier.released([self._tensors[page_id]])
             self.counts["pages_moved"] += 1
         return device.trim(slot_class)
 
@@ -227,7 +233,8 @@ class Pager:
         return bool(self.table.pins[page_id])
 
     def _is_away(self, page_id: int) -> bool:
-        return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
+        away = page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
+        return away and not self.host.is_lent(page_id)
 
     def _load(self, page_id: int, *, ahead: float | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
@@ -248,7 +255,9 @@ class Pager:
         assert mover is not None
         if source is TierKind.HOST:
             held = self.tiers.host.tensor(slot_class, int(self.table.slot[page_id]))
-            future = mover.read(self.pace.reading(lambda: self.tiers.copier.copy(held, target)))
+            copier = self.tiers.copier
+            copy = CopyJob(copier, (held, target), up=True)
+            future = mover.read(self.pace.reading(copy) if copier.lands else copy)
         else:
             offset, disk = int(self.table.disk_offset[page_id]), self.tiers.disk
             assert disk is not None
@@ -374,7 +383,7 @@ class Pager:
         host_slot = self.host.admit(page_id)
         if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
-            future = mover.write(lambda: self.tiers.copier.copy(source, held))
+            future = mover.write(CopyJob(self.tiers.copier, (source, held), up=False))
             self._flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
         elif self.table.dirty[page_id]:
             offset = int(self.table.disk_offset[page_id])
@@ -471,6 +480,8 @@ class Pager:
                 logger.error("%s the %s failed: %s", flight.kind.value, self._name(page_id), error)
         if ended:
             self.tiers.disk.close()
+            self.tiers.copier.settle()
+            self.tiers.host.release()
         else:
             # Its file descriptor may become another file's, which the thread would then write to.
             logger.error("an io thread does not end: the scratch file in %s stays open", self.tiers.disk.folder)
