@@ -74,7 +74,7 @@ def write_recovery_script(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of the script beside a checkpoint: stock's options, but always safetensors."""
+    """Command line of the script beside a checkpoint: stock's options but `--debug`, and always safetensors."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip())
     parser.add_argument("checkpoint_dir", help="folder with the file `latest`")
     parser.add_argument("output_dir", help="folder for model.safetensors")
@@ -82,13 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max_shard_size", default="5GB", help="of one file, e.g. 5GB")
     parser.add_argument("--safe_serialization", action="store_true", help="is done anyway")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="experts stay")
-    parser.add_argument("-d", "--debug", action="store_true", help="say what DeepSpeed's files have")
     args = parser.parse_args(argv)
     import deepspeed.utils.zero_to_fp32 as stock
 
     import deepspeed_ext  # noqa: F401 - makes stock's function know pages
 
-    stock.debug = args.debug
     state = stock.get_fp32_state_dict_from_zero_checkpoint(
         args.checkpoint_dir, tag=args.tag, exclude_frozen_parameters=args.exclude_frozen_parameters
     )
