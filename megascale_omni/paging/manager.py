@@ -217,7 +217,7 @@ class ExpertManager:
                 self.table.pin(new[made : made + 1])  # making room for the next must not send this one away
                 made += 1
         finally:
-            self.table.unpin(new[:made])
+            self.pager.release(new[:made])
             if made < len(new):
                 self._drop(new[:made])
         for observer in self.observers if len(new) else ():
@@ -299,7 +299,7 @@ class ExpertManager:
             event.record()
             for page_id in page_ids.tolist():
                 copier.reads[self.pager.tensor(page_id).data_ptr()] = event
-        self.table.unpin(page_ids)
+        self.pager.release(page_ids)
         for observer in self.observers:
             observer.released(page_ids)
 

@@ -159,6 +159,7 @@ class Outlook:
         self._place_ids = np.zeros((0, 0), dtype=np.int64)
         self._passed = 0  # how many of these places the visit has passed since
         self.stamp = 0  # another one whenever something was learnt about experts
+        self.epoch = 0  # another one whenever next uses were computed anew, and not only for pages that were passed
         self._current = False  # whether _now is up to date
         self._valid: set[tuple[int, Plane]] = set()
         self._generation = -1
@@ -232,11 +233,21 @@ class Outlook:
 
     def next_use(self, page_ids: np.ndarray) -> np.ndarray:
         """When each page is used next, see [Note: next use] and [Note: what is known of experts]."""
-        self._update()
+        self.update()
         result: np.ndarray = self._now[page_ids]
         return result
 
-    def _update(self) -> None:
+    @property
+    def num_passed(self) -> int:
+        """How many of its pages the current visit has passed since the epoch began."""
+        return self._passed
+
+    def passed_since(self, number: int) -> list[int]:
+        """Ids of those that it passed after the first ``number`` of them: their next uses are others now."""
+        passed: list[int] = self._place_ids[number : self._passed].reshape(-1).tolist()
+        return passed
+
+    def update(self) -> None:
         """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
         if self._current and self._generation == self.forecast.generation:
             if len(self._values) >= self._numbering.num_pages:
@@ -257,6 +268,7 @@ class Outlook:
         if not self._current:
             self._now = self._values.copy()
             self._places, self._passed = [], 0
+            self.epoch += 1
             visit = self.forecast.current
             if visit is not None:
                 places = self._here.nonzero()[0]

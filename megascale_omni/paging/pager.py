@@ -12,7 +12,7 @@ happens on the main thread; io threads only move bytes.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -20,17 +20,18 @@ from functools import partial
 import numpy as np
 import torch
 
+from megascale_omni.paging.ahead import Ahead
 from megascale_omni.paging.disk import PageIoError
-from megascale_omni.paging.flights import Flight, FlightKind, Tiers
+from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers
 from megascale_omni.paging.host import HostTier
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.readers import copy_of
-from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
+from megascale_omni.paging.victims import Victims
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,13 @@ class Pager:
         self.shadows = Shadows(table.slot_class, tiers.device.limit_of)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
-        self._flights: dict[int, Flight] = {}
-        self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
-        self._stuck = False  # whether asking ahead has failed, and nothing happened since that could change it
+        self._flights = Flights(table, tiers.mover, land=self._land)
         self._keep: frozenset[int] = frozenset()
+        self.victims = Victims(table, outlook, self.shadows, flying=self._flights, keep=lambda: self._keep)
         self.pace = Pace()
+        self._ahead = Ahead(
+            table, tiers.device, outlook, flights=self._flights, shadows=self.shadows, pace=self.pace, loader=self
+        )
         self.host = HostTier(
             table,
             tiers,
@@ -59,11 +62,10 @@ class Pager:
             flights=self._flights,
             counts=self.counts,
             pace=self.pace,
-            finish=self._finish,
+            finish=self._flights.finish,
             keep=lambda: self._keep,
         )
         self._clock = 0
-        self._reaped = 0  # jobs that had ended when flights were looked through last
         self.on_move: Callable[[int], None] = lambda page_id: None
 
     def slots_on_their_way(self) -> list[tuple[int, int, TierKind]]:
@@ -104,7 +106,7 @@ class Pager:
     def drop(self, page_id: int) -> None:
         """Makes an unpinned page absent, wherever it is; its contents are gone."""
         if page_id in self._flights:
-            self._finish(page_id)
+            self._flights.finish(page_id)
         tier, slot_class = TierKind(self.table.tier[page_id]), self.table.slot_class(page_id)
         slot = self.table.remove(page_id)
         if tier is TierKind.DEVICE:
@@ -113,7 +115,7 @@ class Pager:
         elif tier is TierKind.HOST:
             self.tiers.host.free(slot_class, slot)
         self.shadows.drop(page_id)
-        self._stuck = False
+        self._ahead.stuck = False
         self.counts["pages_dropped"] += 1
 
     def ensure(self, page_ids: np.ndarray) -> None:
@@ -123,16 +125,22 @@ class Pager:
             PageIoError: bytes could not be read, or are not those written. RuntimeError: a page is absent; no room, all
                 is pinned.
         """
-        self._clock += 1
-        self.table.last_use[page_ids] = self._clock
         if not self.can_evict:
             return
+        self._clock += 1
+        self.table.check_present(page_ids)
+        self.table.last_use[page_ids] = self._clock
         self.pace.wanted(len(page_ids))
         self._bring(page_ids)
         self.pace.served()
 
+    def release(self, page_ids: np.ndarray) -> None:
+        """Takes a pin from each page: those that nobody else holds may leave."""
+        self.table.unpin(page_ids)
+        if self.can_evict:
+            self.victims.changed(page_ids.tolist())
+
     def _bring(self, page_ids: np.ndarray) -> None:
-        self.table.check_present(page_ids)
         self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
@@ -142,26 +150,29 @@ class Pager:
         try:
             for page_id in away:
                 if page_id in self._flights and self._flights[page_id].kind is FlightKind.SINKING:
-                    self._finish(page_id)
-                if self._is_away(page_id):  # making room for the one before may have landed this one
+                    self._flights.finish(page_id)
+                if self.is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
-                    self._load(page_id, ahead=None)
+                    self.load(page_id, ahead=None)
             for page_id in self._keep & self._flights.keys():
-                self._finish(page_id)
-            if not self._stuck:
-                self._serve_wanted()  # while these pages are kept: they are pinned only after this call
+                self._flights.finish(page_id)
+            if not self._ahead.stuck:
+                self._serve()  # while these pages are kept: they are pinned only after this call
         finally:
+            self.victims.changed(self._keep)
             self._keep = frozenset()
 
     def prefetch(self, page_ids: Iterable[int]) -> None:
         """Starts loading pages as far as there is room, without waiting; the rest follows as room appears."""
         if self.can_evict:
-            wanted = np.fromiter(page_ids, dtype=np.int64)
-            away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
-            pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
-            self._wanted, self._stuck = deque((n, p) for n, p in pairs if not self._is_coming(p)), False
+            self._ahead.ask(page_ids)
             self._reap()
-            self._serve_wanted()  # a sweep has gone on: pages were given back
+            self._serve()  # a sweep has gone on: pages were given back
+
+    def _serve(self) -> None:
+        if not self._ahead.is_idle():
+            self._reap()
+            self._ahead.serve(keep=self._keep)
 
     def poll(self) -> None:
         """Takes back the jobs that have ended. Raises what went wrong in any of them, whether a page waits or not."""
@@ -170,9 +181,9 @@ class Pager:
 
     def settle(self) -> None:
         """Waits until nothing is on its way."""
-        self._wanted.clear()
+        self._ahead.forget()
         for page_id in list(self._flights):
-            self._finish(page_id)
+            self._flights.finish(page_id)
 
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
@@ -217,19 +228,17 @@ class Pager:
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def _is_coming(self, page_id: int) -> bool:
-        return page_id in self._flights and self._flights[page_id].kind is not FlightKind.SINKING
-
     def _is_here(self, page_id: int) -> bool:
-        return self._is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
+        return self._flights.is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
 
     def _is_pinned(self, page_id: int) -> bool:
         return bool(self.table.pins[page_id])
 
-    def _is_away(self, page_id: int) -> bool:
+    def is_away(self, page_id: int) -> bool:
+        """Whether a page exists and is neither in the device arena nor on its way."""
         return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
 
-    def _load(self, page_id: int, *, ahead: float | None) -> bool:
+    def load(self, page_id: int, *, ahead: float | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
 
         Returns whether it did.
@@ -259,45 +268,6 @@ class Pager:
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
 
-    def _held_until(self, class_index: int) -> float:
-        """The latest next use of the pages of a class that leases hold."""
-        held = self.table.pins.nonzero()[0]
-        held = held[self.table.class_index[held] == class_index]
-        return max(self.outlook.next_use(held).tolist(), default=-np.inf)
-
-    def _serve_wanted(self) -> None:
-        wanted = self._wanted
-        while wanted and not self._is_away(wanted[0][1]):
-            wanted.popleft()
-        if not wanted:
-            return
-        self._reap()
-        uses: dict[int, float] = {}
-        held_until: dict[int, float] = {}
-        always = self.pace.ahead()
-        while wanted:
-            number, page_id = wanted[0]
-            if self._is_away(page_id):
-                before = np.inf  # where there is room, nobody need leave, and nobody asks when what is used
-                slot_class = self.table.slot_class(page_id)
-                if not self.tiers.device.has_room(slot_class):
-                    leaving = self._jobs(slot_class, FlightKind.LEAVING)  # there is room once one of them has left
-                    if leaving or not self.shadows.of_page(page_id).may_load(page_id):
-                        self._stuck = True
-                        return
-                    if page_id not in uses:
-                        pages = [page for _, page in wanted]
-                        uses = dict(zip(pages, self.outlook.next_use(np.array(pages)).tolist(), strict=True))
-                    before, index = uses[page_id], int(self.table.class_index[page_id])
-                    if number >= always:
-                        if index not in held_until:
-                            held_until[index] = self._held_until(index)
-                        before = displaced_before(number, before, held_until[index], always=always)
-                if not self._load(page_id, ahead=before):
-                    self._stuck = True
-                    return
-            wanted.popleft()
-
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _take_slot(self, slot_class: SlotClass, *, wait: bool, needed_before: float = -np.inf) -> int | None:
@@ -313,17 +283,18 @@ class Pager:
         self._reap()
         if device.used(slot_class) < used:
             return True
-        leaving = self._jobs(slot_class, FlightKind.LEAVING)
+        leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         if wait or not leaving:
             at_once = 1 + min(VICTIMS_AT_ONCE, (device.limit(slot_class) or 0) // 8) - len(leaving)
-            for victim in self._victims(slot_class, count=max(0 if leaving else 1, at_once), before=needed_before):
+            for victim in self.victims.choose(slot_class, count=max(not leaving, at_once), before=needed_before):
                 self._evict(victim)
                 if device.used(slot_class) < used:  # a clean page is gone at once, and one was asked for
                     return True
         if not wait:
             return False
+        leaving_now = self._flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         # A page that is being loaded can leave once it is here. Those that are kept stay.
-        jobs = self._jobs(slot_class, FlightKind.LEAVING) or self._jobs(slot_class, FlightKind.LOADING)
+        jobs = leaving_now or self._flights.jobs(slot_class, FlightKind.LOADING, but=self._keep)
         if not jobs:
             raise RuntimeError(
                 f"device arena: all {device.limit(slot_class)} slots of {slot_class} are held by leases at once; "
@@ -333,33 +304,6 @@ class Pager:
         self.tiers.mover.wait_any(jobs, what=f"making room for a page of {slot_class.nbytes} bytes")
         self._reap()
         return True
-
-    def _jobs(self, slot_class: SlotClass, kind: FlightKind) -> list[Future[None]]:
-        """Jobs of a class after which a slot may become free."""
-        return [
-            flight.future
-            for page_id, flight in self._flights.items()
-            if flight.kind is kind and page_id not in self._keep and self.table.slot_class(page_id) == slot_class
-        ]
-
-    def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
-        table = self.table
-        mask = table.tier == DEVICE
-        mask &= table.pins == 0
-        if len(table.classes) > 1:
-            mask &= table.class_index == table.index_of(slot_class)
-        mask[[*self._flights, *self._keep]] = False
-        ids = mask.nonzero()[0]
-        shadow = self.shadows.of(slot_class)
-        candidates = Candidates(
-            ids,
-            self.outlook.next_use(ids),
-            table.dirty[ids],
-            table.last_use[ids],
-            shadowed=shadow.holds(ids),
-            allowance=shadow.allowance,
-        )
-        return choose_victims(candidates, count=count, needed_before=before)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
@@ -387,7 +331,7 @@ class Pager:
 
     def _gone(self, page_id: int, slot: int, target: TierKind, target_slot: int) -> None:
         """A page's bytes are safe elsewhere: its slot is free."""
-        self._stuck = False
+        self._ahead.stuck = False
         self.counts["pages_evicted"] += 1
         slot_class = self.table.slot_class(page_id)
         self._left(page_id)
@@ -397,26 +341,12 @@ class Pager:
     # -- flights -------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Takes back the jobs that have ended."""
-        mover = self.tiers.mover
-        ended = 0 if mover is None else mover.ended  # first: a job that ends meanwhile is seen the next time
-        if ended == self._reaped:
-            return
-        self._reaped = ended
-        for page_id in [p for p, flight in self._flights.items() if flight.future.done()]:
-            self._land(page_id, stay=page_id in self._keep)
+        self._flights.reap(stay=self._keep)
 
-    def _finish(self, page_id: int) -> None:
-        """Waits for a page's flight; a leaving page stays in the device arena."""
-        mover = self.tiers.mover
-        assert mover is not None
-        flight = self._flights[page_id]
-        while not flight.future.done():
-            mover.wait_any([flight.future], what=f"{flight.kind.value} the {self._name(page_id)}")
-        self._land(page_id, stay=True)
-
-    def _land(self, page_id: int, *, stay: bool) -> None:
-        flight, self._stuck = self._flights.pop(page_id), False
+    def _land(self, page_id: int, stay: bool) -> None:
+        """A flight has ended; where it was a leaving page's, it is told whether it is to ``stay``."""
+        flight, self._ahead.stuck = self._flights.pop(page_id), False
+        self.victims.changed((page_id,))  # whatever has become of it
         slot_class = self.table.slot_class(page_id)
         error = _error_of(flight.future)
         if error is not None:
@@ -450,6 +380,8 @@ class Pager:
 
     def _arrived(self, page_id: int, slot: int) -> None:
         self._tensors[page_id] = self.tiers.device.tensor(self.table.slot_class(page_id), slot)
+        if self.can_evict:
+            self.victims.changed((page_id,))
         self.on_move(page_id)
 
     def _left(self, page_id: int) -> None:
@@ -461,7 +393,7 @@ class Pager:
 
     def close(self) -> None:
         """Ends io threads and removes the scratch file. Idempotent; errors that nobody has seen yet are logged."""
-        self._wanted.clear()
+        self._ahead.forget()
         if self.tiers.mover is None or self.tiers.disk is None:
             return
         ended = self.tiers.mover.close()

@@ -65,6 +65,10 @@ class ShadowLru:
             found = self._held[page_ids]
         return found
 
+    def count_held(self, page_ids: Sequence[int]) -> int:
+        """How many of these pages LRU would have in the arena."""
+        return sum(page_id in self._order for page_id in page_ids)
+
     def _grow(self, page_id: int) -> None:
         """Room for page ids up to this one."""
         more = np.zeros(max(page_id + 1, 2 * len(self._held)) - len(self._held), dtype=bool)
