@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from megascale_omni.paging.copies import Copier
@@ -60,6 +60,10 @@ class Flights(dict[int, Flight]):
             if flight.kind is kind and page_id not in but and self._table.slot_class(page_id) == slot_class
         ]
 
+    def slots(self) -> list[tuple[int, int, TierKind]]:
+        """Slots taken by flights: (page, slot, tier the page is going to); a page going to disk takes none."""
+        return [(page_id, flight.slot, flight.target) for page_id, flight in self.items() if flight.slot >= 0]
+
     def is_coming(self, page_id: int) -> bool:
         """Whether a page is on its way to the device, or has not left it."""
         flight = self.get(page_id)
@@ -82,3 +86,8 @@ class Flights(dict[int, Flight]):
             what = f"{flight.kind.value} the {self._table.numbering.describe(page_id)}"
             self._mover.wait_any([flight.future], what=what)
         self._land(page_id, True)
+
+
+def error_of(future: Future[None]) -> BaseException | None:
+    """What went wrong in a job that has ended."""
+    return CancelledError("the pages were closed meanwhile") if future.cancelled() else future.exception()

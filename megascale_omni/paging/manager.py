@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
-from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, CudaCopier
 from megascale_omni.paging.disk import DiskFile
@@ -32,9 +30,9 @@ from megascale_omni.paging.observe import KeepsHeat, Observer
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
+from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
-from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
 from megascale_omni.schedule import Phase, Schedule
 
 CatchUp = Callable[[PagedModule, np.ndarray], None]
@@ -79,7 +77,7 @@ class ExpertManager:
         self.schedule.on_step(self.outlook.end_step)
         self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
-        self._visits = Visits(self)
+        self._sweeps = Sweeps(self)
         self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
@@ -328,38 +326,7 @@ class ExpertManager:
         where the caller does not come back for the next wave they are absent again, being half written. Planes ``soon``
         of a wave's pages are brought meanwhile: the caller leases them itself, page by page.
         """
-        resident = self.arena.device.type == "cuda" and not self.pager.can_evict
-        nbytes = RESIDENT_BATCH_BYTES if resident else None
-        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
-        slices = module.entry.num_slices
-        pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
-        self._visits.begin(module, phase, (*planes, *soon), pages)
-        ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
-        groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
-        others = [module.ids_by_page(soon, batch) for batch in batches] if soon else []
-        for number, items in enumerate(batches):
-            if Plane.WEIGHT in ids:
-                self.catch_up(module, ids[Plane.WEIGHT][number])
-            leases: dict[Plane, Lease] = {}
-            new: np.ndarray = groups[number][:0]
-            try:
-                for plane in planes:
-                    if plane is create:
-                        new = self.create_ids(module, plane, ids[plane][number])
-                    leases[plane] = self.lease_ids(module, plane, ids[plane][number])
-                self._visits.reached(module, items[-1])
-                coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
-                if others:
-                    after = zip(coming, islice(others, number + 1, None), strict=True)
-                    coming = chain([others[number]], chain.from_iterable(after))
-                self._visits.ask(module, coming)
-                fresh = frozenset((key.expert, key.slice) for key in map(self.key, new.tolist()))
-                yield Wave(items=items, leases=leases, fresh=fresh)
-                new = new[:0]
-            finally:
-                for lease in leases.values():
-                    lease.release()
-                self.drop(new)
+        return self._sweeps.waves(module, experts, planes=planes, phase=phase, create=create, soon=soon)
 
     def sweep(
         self,
@@ -376,25 +343,7 @@ class ExpertManager:
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
         are made, filled with zeros.
         """
-        if not names:
-            return
-        pairs = np.asarray(names, dtype=np.int64)
-        self._visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
-        groups = np.stack([module.ids(plane, names) for plane in planes], axis=1)
-        for number, (name, group) in enumerate(zip(names, groups, strict=True)):
-            for column, plane in enumerate(planes if zeros else ()):
-                if plane in zeros:
-                    for page_id in self.create_ids(module, plane, group[column : column + 1]).tolist():
-                        self.page_tensor(page_id).zero_()
-            self.hold(group)
-            try:
-                if write:  # at once: the caller may never come back
-                    self.mark_dirty(group)
-                self._visits.reached(module, name)
-                self._visits.ask(module, islice(groups, number + 1, number + 1 + SWEEP_AHEAD))
-                yield name, tuple(self.page_tensor(page_id) for page_id in group.tolist())
-            finally:
-                self.release(group)
+        return self._sweeps.pages(module, names, planes=planes, phase=phase, write=write, zeros=zeros)
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
         """The elements of a leased page (flat). For leases; a page that no lease holds may move at any time."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future
 from functools import partial
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 
 from megascale_omni.paging.ahead import Ahead
 from megascale_omni.paging.disk import PageIoError
-from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers
+from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers, error_of
 from megascale_omni.paging.host import HostTier
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
@@ -48,33 +47,25 @@ class Pager:
         self.shadows = Shadows(table.slot_class, tiers.device.limit_of)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
-        self._flights = Flights(table, tiers.mover, land=self._land)
+        self.flights = Flights(table, tiers.mover, land=self._land)
         self._keep: frozenset[int] = frozenset()
-        self.victims = Victims(table, outlook, self.shadows, flying=self._flights, keep=lambda: self._keep)
+        self.victims = Victims(table, outlook, self.shadows, flying=self.flights, keep=lambda: self._keep)
         self.pace = Pace()
         self._ahead = Ahead(
-            table, tiers.device, outlook, flights=self._flights, shadows=self.shadows, pace=self.pace, loader=self
+            table, tiers.device, outlook, flights=self.flights, shadows=self.shadows, pace=self.pace, loader=self
         )
         self.host = HostTier(
             table,
             tiers,
             outlook,
-            flights=self._flights,
+            flights=self.flights,
             counts=self.counts,
             pace=self.pace,
-            finish=self._flights.finish,
+            finish=self.flights.finish,
             keep=lambda: self._keep,
         )
         self._clock = 0
         self.on_move: Callable[[int], None] = lambda page_id: None
-
-    def slots_on_their_way(self) -> list[tuple[int, int, TierKind]]:
-        """Slots taken by flights: (page, slot, tier the page is going to); a page going to disk takes none."""
-        return [(p, f.slot, f.target) for p, f in self._flights.items() if f.slot >= 0]
-
-    def flights(self) -> list[tuple[int, FlightKind]]:
-        """Pages on their way, and which way."""
-        return [(page_id, flight.kind) for page_id, flight in self._flights.items()]
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
@@ -105,8 +96,8 @@ class Pager:
 
     def drop(self, page_id: int) -> None:
         """Makes an unpinned page absent, wherever it is; its contents are gone."""
-        if page_id in self._flights:
-            self._flights.finish(page_id)
+        if page_id in self.flights:
+            self.flights.finish(page_id)
         tier, slot_class = TierKind(self.table.tier[page_id]), self.table.slot_class(page_id)
         slot = self.table.remove(page_id)
         if tier is TierKind.DEVICE:
@@ -143,19 +134,19 @@ class Pager:
     def _bring(self, page_ids: np.ndarray) -> None:
         self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
-        flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
+        flying = [p for p in page_ids.tolist() if p in self.flights] if self.flights else []
         if not away and not flying:
             return
         self._keep = frozenset(page_ids.tolist())
         try:
             for page_id in away:
-                if page_id in self._flights and self._flights[page_id].kind is FlightKind.SINKING:
-                    self._flights.finish(page_id)
+                if page_id in self.flights and self.flights[page_id].kind is FlightKind.SINKING:
+                    self.flights.finish(page_id)
                 if self.is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
                     self.load(page_id, ahead=None)
-            for page_id in self._keep & self._flights.keys():
-                self._flights.finish(page_id)
+            for page_id in self._keep & self.flights.keys():
+                self.flights.finish(page_id)
             if not self._ahead.stuck:
                 self._serve()  # while these pages are kept: they are pinned only after this call
         finally:
@@ -176,14 +167,14 @@ class Pager:
 
     def poll(self) -> None:
         """Takes back the jobs that have ended. Raises what went wrong in any of them, whether a page waits or not."""
-        if self._flights:
+        if self.flights:
             self._reap()
 
     def settle(self) -> None:
         """Waits until nothing is on its way."""
         self._ahead.forget()
-        for page_id in list(self._flights):
-            self._flights.finish(page_id)
+        for page_id in list(self.flights):
+            self.flights.finish(page_id)
 
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
@@ -201,7 +192,7 @@ class Pager:
         self._reap()
         here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
         for page_id in page_ids[here].tolist():
-            if page_id not in self._flights and page_id not in self._keep:
+            if page_id not in self.flights and page_id not in self._keep:
                 self.shadows.of_page(page_id).drop(page_id)  # LRU would have to do the same
                 self._evict(page_id)
 
@@ -213,8 +204,8 @@ class Pager:
         device, table = self.tiers.device, self.table
         ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
-        still = {s for s, p in owners.items() if table.pins[p] or p in self._flights}
-        still |= {flight.slot for flight in self._flights.values() if flight.target is TierKind.DEVICE}
+        still = {s for s, p in owners.items() if table.pins[p] or p in self.flights}
+        still |= {flight.slot for flight in self.flights.values() if flight.target is TierKind.DEVICE}
         for source, target in device.moves_to_compact(slot_class, still):
             page_id = owners[source]
             device.take(slot_class, target)
@@ -229,14 +220,14 @@ class Pager:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _is_here(self, page_id: int) -> bool:
-        return self._flights.is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
+        return self.flights.is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
 
     def _is_pinned(self, page_id: int) -> bool:
         return bool(self.table.pins[page_id])
 
     def is_away(self, page_id: int) -> bool:
         """Whether a page exists and is neither in the device arena nor on its way."""
-        return page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
+        return page_id not in self.flights and bool(self.table.tier[page_id] >= HOST)
 
     def load(self, page_id: int, *, ahead: float | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
@@ -263,7 +254,7 @@ class Pager:
             assert disk is not None
             job = partial(self.tiers.copier.from_disk, disk, offset, target, name=lambda: self._name(page_id))
             future = mover.read(self.pace.reading(job))
-        self._flights[page_id] = Flight(FlightKind.LOADING, future, slot)
+        self.flights[page_id] = Flight(FlightKind.LOADING, future, slot)
         self.counts["pages_loaded"] += 1
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
@@ -283,7 +274,7 @@ class Pager:
         self._reap()
         if device.used(slot_class) < used:
             return True
-        leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
+        leaving = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         if wait or not leaving:
             at_once = 1 + min(VICTIMS_AT_ONCE, (device.limit(slot_class) or 0) // 8) - len(leaving)
             for victim in self.victims.choose(slot_class, count=max(not leaving, at_once), before=needed_before):
@@ -292,9 +283,9 @@ class Pager:
                     return True
         if not wait:
             return False
-        leaving_now = self._flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
+        leaving_now = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         # A page that is being loaded can leave once it is here. Those that are kept stay.
-        jobs = leaving_now or self._flights.jobs(slot_class, FlightKind.LOADING, but=self._keep)
+        jobs = leaving_now or self.flights.jobs(slot_class, FlightKind.LOADING, but=self._keep)
         if not jobs:
             raise RuntimeError(
                 f"device arena: all {device.limit(slot_class)} slots of {slot_class} are held by leases at once; "
@@ -319,12 +310,12 @@ class Pager:
         if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
             future = mover.write(lambda: self.tiers.copier.copy(source, held))
-            self._flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
+            self.flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
         elif self.table.dirty[page_id]:
             offset = int(self.table.disk_offset[page_id])
             job = partial(self.tiers.copier.to_disk, disk, offset, source, name=lambda: self._name(page_id))
             future = mover.write(self.pace.writing(job))
-            self._flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
+            self.flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
             self.counts["bytes_written"] += slot_class.nbytes
         else:
             self._gone(page_id, slot, TierKind.DISK, -1)
@@ -341,14 +332,14 @@ class Pager:
     # -- flights -------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        self._flights.reap(stay=self._keep)
+        self.flights.reap(stay=self._keep)
 
     def _land(self, page_id: int, stay: bool) -> None:
         """A flight has ended; where it was a leaving page's, it is told whether it is to ``stay``."""
-        flight, self._ahead.stuck = self._flights.pop(page_id), False
+        flight, self._ahead.stuck = self.flights.pop(page_id), False
         self.victims.changed((page_id,))  # whatever has become of it
         slot_class = self.table.slot_class(page_id)
-        error = _error_of(flight.future)
+        error = error_of(flight.future)
         if error is not None:
             # The page is where it was before.
             if flight.slot >= 0:
@@ -397,8 +388,8 @@ class Pager:
         if self.tiers.mover is None or self.tiers.disk is None:
             return
         ended = self.tiers.mover.close()
-        for page_id, flight in self._flights.items():
-            error = _error_of(flight.future) if flight.future.done() else None
+        for page_id, flight in self.flights.items():
+            error = error_of(flight.future) if flight.future.done() else None
             if error is not None and not flight.future.cancelled():
                 logger.error("%s the %s failed: %s", flight.kind.value, self._name(page_id), error)
         if ended:
@@ -406,8 +397,3 @@ class Pager:
         else:
             # Its file descriptor may become another file's, which the thread would then write to.
             logger.error("an io thread does not end: the scratch file in %s stays open", self.tiers.disk.folder)
-
-
-def _error_of(future: Future[None]) -> BaseException | None:
-    """What went wrong in a job that has ended."""
-    return CancelledError("the pages were closed meanwhile") if future.cancelled() else future.exception()

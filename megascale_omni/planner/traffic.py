@@ -161,7 +161,7 @@ def _model(state: RankState, pieces: int, numel: dict[Plane, int]) -> TracedMode
 
 def _floor(model: TracedModel) -> float:
     from megascale_omni.paging.budget import smallest_budget
-    from megascale_omni.paging.replay import needs_of
+    from megascale_omni.paging.traced_slots import needs_of
 
     return min(1.0, 1.01 * smallest_budget(needs_of(model)) / model.total_bytes)
 

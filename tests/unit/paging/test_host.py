@@ -72,7 +72,8 @@ def test_a_dirty_page_that_sinks_is_written_once_and_found_again(tmp_path):
     (cold,) = [e for e in range(4) if pages.tier(e) == "cold"]
     pages.manager.table.dirty[pages.id(cold)] = True
     host._sink(pages.id(cold))
-    assert pages.manager.pager.flights() == [(pages.id(cold), FlightKind.SINKING)]
+    flights = pages.manager.pager.flights
+    assert {page: flight.kind for page, flight in flights.items()} == {pages.id(cold): FlightKind.SINKING}
     pages.manager.check_integrity()
     settled(pages)
     assert pages.tier(cold) == "evicted"

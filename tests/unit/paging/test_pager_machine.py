@@ -206,7 +206,7 @@ class PagerMachine(RuleBasedStateMachine):
         """As if the policy had chosen them."""
         pager = self.manager.pager
         pager.poll()
-        flying = {page_id for page_id, _ in pager.flights()}
+        flying = set(pager.flights)
         for page_id in map(self.id, self.keys(module, plane, self.choose(module, experts))):
             here = self.manager.table.tier[page_id] == TierKind.DEVICE and not self.manager.table.pins[page_id]
             if here and page_id not in flying:
@@ -288,7 +288,7 @@ class PagerMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.manager.pager.settle()
-        assert self.manager.pager.flights() == []
+        assert self.manager.pager.flights == {}
 
     @rule()
     def poll(self) -> None:
