@@ -28,6 +28,12 @@ class Moved:
     phases: dict[str, list[int]] = field(default_factory=dict)
     """Bytes that came in and bytes written, by the phase that was at work."""
 
+    def restart(self) -> None:
+        """Forgets what was counted."""
+        self.page_ins = self.demanded_bytes = self.prefetched_bytes = self.written_bytes = 0
+        self.uses = self.used_bytes = 0
+        self.phases.clear()
+
     @property
     def bytes_in(self) -> int:
         """Bytes of all page-ins."""
@@ -48,14 +54,18 @@ class Moved:
         return {**asdict(self), "bytes_in": self.bytes_in}
 
 
-def replay_minimum(trace: Trace, budget: Budget, moved: Moved) -> None:
-    """Belady's MIN, slot class by slot class."""
+def replay_minimum(trace: Trace, budget: Budget, moved: Moved, *, since: int) -> None:
+    """Belady's MIN, slot class by slot class. Counts from training step ``since`` on."""
     classes, slots = page_classes(trace.model), slots_of(trace.model, budget)
     uses, following, phases = _lifetimes(trace)
     resident: dict[SlotClass, dict[int, int]] = {c: {} for c in slots}  # page -> next use
     heaps: dict[SlotClass, list[tuple[int, int]]] = {c: [] for c in slots}
     dirty: set[int] = set()
     for (page_id, op), later, phase in zip(uses, following, phases, strict=True):
+        if op is Op.STEP:
+            if page_id == since:
+                moved.restart()
+            continue
         slot_class = classes[page_id]
         here, heap = resident[slot_class], heaps[slot_class]
         if op is Op.WRITE:
@@ -89,14 +99,17 @@ def replay_minimum(trace: Trace, budget: Budget, moved: Moved) -> None:
 
 
 def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int], list[Phase]]:
-    """(page, CREATE, HOLD, WRITE or DROP) one by one, when each page is used next (its number, or the end), phases."""
+    """(page, CREATE, HOLD, WRITE or DROP) one by one, when each page is used next (its number, or the end), phases.
+
+    STEP stands among them with the step's number.
+    """
     uses: list[tuple[int, Op]] = []
     phases: list[Phase] = []
     phase = Phase.IDLE
     for event in trace:
         if event.op is Op.VISIT:
             phase = PHASES[int(event.numbers[0])]
-        if event.op in (Op.CREATE, Op.HOLD, Op.DROP, Op.WRITE):
+        if event.op in (Op.CREATE, Op.HOLD, Op.DROP, Op.WRITE, Op.STEP):
             uses += [(page_id, event.op) for page_id in event.numbers.tolist()]
             phases += [phase] * len(event.numbers)
     end = len(uses)
@@ -104,6 +117,8 @@ def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int], list[Phas
     upcoming: dict[int, int] = {}
     for number in range(end - 1, -1, -1):
         page_id, op = uses[number]
+        if op is Op.STEP:
+            continue
         following[number] = upcoming.get(page_id, end)
         if op is Op.DROP:
             upcoming[page_id] = end

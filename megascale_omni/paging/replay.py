@@ -34,9 +34,11 @@ PolicyName = Literal["lru", "ours", "min"]
 class _Machine:
     """An arena that a policy looks after."""
 
-    def __init__(self, trace: Trace, budget: Budget, policy: Policy, moved: Moved, dirty: np.ndarray) -> None:
+    def __init__(
+        self, trace: Trace, budget: Budget, policy: Policy, moved: Moved, dirty: np.ndarray, *, since: int = 0
+    ) -> None:
         self.numbering = trace.model.numbering()
-        self.policy, self.moved, self.dirty = policy, moved, dirty
+        self.policy, self.moved, self.dirty, self.since = policy, moved, dirty, since
         self.classes = page_classes(trace.model)
         self.slots = slots_of(trace.model, budget)
         pages = self.numbering.num_pages
@@ -60,6 +62,8 @@ class _Machine:
             match event.op:
                 case Op.STEP:
                     self.policy.step()
+                    if int(ids[0]) == self.since:
+                        self.moved.restart()
                 case Op.VISIT:
                     self.visit, self.visited = visit_of(event)
                     self.policy.begin(self.visit, self.visited)
@@ -186,8 +190,8 @@ def visit_of(event: Event) -> tuple[Visit, np.ndarray]:
     return Visit(PHASES[phase], module, planes), event.numbers[3:].astype(np.int64)
 
 
-def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True) -> Moved:
-    """What ``policy`` would have moved. See [Note: what a replay counts].
+def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True, since: int = 0) -> Moved:
+    """What ``policy`` would have moved, from training step ``since`` on. See [Note: what a replay counts].
 
     Raises:
         ValueError: an unknown policy; a budget that is too small.
@@ -196,9 +200,9 @@ def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool =
         raise ValueError(f"policy {policy!r} is unknown; choose among {', '.join(get_args(PolicyName))}")
     moved = Moved(policy, budget.bytes_of(trace.model.total_bytes))
     if policy == "min":
-        replay_minimum(trace, budget, moved)
+        replay_minimum(trace, budget, moved, since=since)
         return moved
     dirty = np.zeros(trace.model.numbering().num_pages, dtype=bool)
     chosen: Policy = Lru() if policy == "lru" else Ours(trace.model, dirty, prefetch=prefetch)
-    _Machine(trace, budget, chosen, moved, dirty).run(trace)
+    _Machine(trace, budget, chosen, moved, dirty, since=since).run(trace)
     return moved

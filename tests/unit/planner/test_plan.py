@@ -23,7 +23,8 @@ from megascale_omni.planner.plan import break_even_tokens, make_plan
 from megascale_omni.planner.prediction import Machine, Run, work_of
 from megascale_omni.planner.probe import measure_here, paging_efficiency
 from megascale_omni.planner.state import rank_state
-from megascale_omni.planner.traffic import Traffic, Work, step_traffic, traced_traffic
+from megascale_omni.planner.steps import Work
+from megascale_omni.planner.traffic import Traffic, step_traffic, traced_traffic
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
