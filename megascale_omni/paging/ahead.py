@@ -61,6 +61,10 @@ class Ahead:
         """Nothing is wanted any more."""
         self._wanted.clear()
 
+    def waiting(self) -> list[int]:
+        """What is wanted and has not been loaded, the one needed first first."""
+        return [page_id for _, page_id in self._wanted]
+
     def is_idle(self) -> bool:
         """Whether there is nothing to do; forgets what has come."""
         wanted = self._wanted

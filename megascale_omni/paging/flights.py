@@ -21,11 +21,12 @@ class FlightKind(enum.Enum):
     LOADING = "loading"
     LEAVING = "leaving"
     SINKING = "writing behind"  # from host memory to disk
+    RISING = "reading ahead"  # from disk to host memory
 
 
 @dataclass
 class Flight:
-    """A page on its way: its job, the slot it goes to, and (LEAVING, SINKING) where its bytes go."""
+    """A page on its way: its job, the slot it goes to, and (all but LOADING) where its bytes go."""
 
     kind: FlightKind
     future: Future[None]
@@ -67,7 +68,7 @@ class Flights(dict[int, Flight]):
     def is_coming(self, page_id: int) -> bool:
         """Whether a page is on its way to the device, or has not left it."""
         flight = self.get(page_id)
-        return flight is not None and flight.kind is not FlightKind.SINKING
+        return flight is not None and flight.kind in (FlightKind.LOADING, FlightKind.LEAVING)
 
     def reap(self, *, stay: Container[int]) -> None:
         """Takes back the jobs that have ended; of leaving pages those of ``stay`` stay."""

@@ -3,10 +3,10 @@
 [Note: life of a page]
     ABSENT --create--> DEVICE --evict--> HOST or DISK --load--> DEVICE ...            (tier column)
 A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one), LEAVING
-(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them) or SINKING (the
-same, from HOST to DISK). A page that is wanted while it is leaving or sinking stays where it is once the save has
-ended. ``dirty`` says that the disk does not hold the current bytes; a clean page leaves without a write. All of this
-happens on the main thread; io threads only move bytes.
+(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them), SINKING (the
+same, from HOST to DISK) or RISING (read ahead, from DISK to HOST). A page that is wanted while it is leaving or sinking
+stays where it is once the save has ended. ``dirty`` says that the disk does not hold the current bytes; a clean page
+leaves without a write. All of this happens on the main thread; io threads only move bytes.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Pager:
         self._keep = frozenset(page_ids.tolist())
         try:
             for page_id in away:
-                if page_id in self.flights and self.flights[page_id].kind is FlightKind.SINKING:
-                    self.flights.finish(page_id)
+                if page_id in self.flights and not self.flights.is_coming(page_id):
+                    self.flights.finish(page_id)  # it is in host memory then
                 if self.is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
                     self.load(page_id, ahead=None)
@@ -164,6 +164,8 @@ class Pager:
         if not self._ahead.is_idle():
             self._reap()
             self._ahead.serve(keep=self._keep)
+            if self._ahead.stuck and self.host.has_slots:
+                self.host.read_ahead(self._ahead.waiting())
 
     def poll(self) -> None:
         """Takes back the jobs that have ended. Raises what went wrong in any of them, whether a page waits or not."""
@@ -356,6 +358,9 @@ class Pager:
             return
         if flight.kind is FlightKind.SINKING:
             self.host.landed(page_id, stay=stay)
+            return
+        if flight.kind is FlightKind.RISING:
+            self.table.move(page_id, tier=TierKind.HOST, slot=flight.slot)
             return
         if flight.target is TierKind.DISK:
             self.table.dirty[page_id] = False
