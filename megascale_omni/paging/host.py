@@ -27,7 +27,7 @@ from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, HOST, TierKind
 
 MOST_RISING = 1
-"""Pages that are read ahead from disk to host memory at once: of two readers one is left to pages that are waited for."""
+"""Pages that are read ahead from disk to host memory at once: a reader is left to pages that are waited for."""
 
 
 class HostTier:
