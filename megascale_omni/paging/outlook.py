@@ -121,6 +121,8 @@ def expected_use(
             chance = stepped.astype(float)
             if not read_forward and plane is not Plane.GRADIENT and unknown:
                 chance = np.maximum(chance, 1.0 - (1.0 - p) ** unknown)
+        if not weight.any() and chance.min(initial=1.0) >= 1.0:
+            return np.full_like(p, float(time))  # certain, and the first: what follows would come to the same
         weight += unused * chance * math.exp((now - time) / horizon)
         unused = unused * (1.0 - chance)
         unused[unused < NEGLIGIBLE] = 0.0
@@ -193,15 +195,9 @@ class Outlook:
 
     def reached(self, index: int) -> None:
         """The current visit works on page ``index`` of its module."""
-        before, self.cursor = self.cursor, float(index)
-        if not self._current or index < before:
+        if index < self.cursor:
             self._current = False
-            return
-        passed = bisect.bisect_right(self._places, index)
-        if passed > self._passed:
-            ids = self._place_ids[self._passed : passed]
-            self._now[ids] = self._values[ids]
-            self._passed = passed
+        self.cursor = float(index)
 
     def end_step(self) -> None:
         """A training step is over."""
@@ -239,7 +235,7 @@ class Outlook:
 
     @property
     def num_passed(self) -> int:
-        """How many of its pages the current visit has passed since the epoch began."""
+        """How many of its pages the current visit has passed since the epoch began, as of the last :meth:`update`."""
         return self._passed
 
     def passed_since(self, number: int) -> list[int]:
@@ -251,6 +247,7 @@ class Outlook:
         """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
         if self._current and self._generation == self.forecast.generation:
             if len(self._values) >= self._numbering.num_pages:
+                self._pass()
                 return
         if self._generation != self.forecast.generation:
             self._valid.clear()
@@ -276,6 +273,14 @@ class Outlook:
                 self._places, self._place_ids = places.tolist(), self._ids_of(visit, places)
                 self._now[self._place_ids] = self.forecast.time + places[:, None] / len(self._here)
             self._current = True
+
+    def _pass(self) -> None:
+        """Pages that the visit has passed are used again in a later one."""
+        passed = bisect.bisect_right(self._places, self.cursor, self._passed)
+        if passed > self._passed:
+            ids = self._place_ids[self._passed : passed]
+            self._now[ids] = self._values[ids]
+            self._passed = passed
 
     def _ids_of(self, visit: Visit, places: np.ndarray) -> np.ndarray:
         """``[pages, planes]`` page ids of pages (numbers in the module) of a visit."""

@@ -189,6 +189,10 @@ class Shadows:
     def use(self, page_ids: np.ndarray, *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """See :meth:`ShadowLru.use`, for pages of any classes."""
         pages = page_ids.tolist()
+        if len(self._of) == 1:  # pages that were never created are not used
+            for shadow in self._of.values():
+                shadow.use(pages, here=here, pinned=pinned)
+            return
         shadows = [self.of_page(page_id) for page_id in pages]
         if shadows and shadows.count(shadows[0]) == len(shadows):
             shadows[0].use(pages, here=here, pinned=pinned)
