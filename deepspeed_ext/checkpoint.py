@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ext.experts import DeepSpeedExperts
-from deepspeed_ext.pages_file import (
+from deepspeed_ext.run import Run
+from deepspeed_ext.stepping import ExpertsStep, counted_once
+from megascale_omni.checkpoint.pages_file import (
     FOLDER,
     ModuleRecord,
     PagesReader,
@@ -26,8 +28,6 @@ from deepspeed_ext.pages_file import (
     recut,
     write_manifest,
 )
-from deepspeed_ext.run import Run
-from deepspeed_ext.stepping import ExpertsStep, counted_once
 from megascale_omni.optimizer.paged_adam import MOMENTS, master_plane
 from megascale_omni.paging.planes import Plane
 

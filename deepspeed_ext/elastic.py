@@ -56,6 +56,7 @@ def save_elastic(
         "steps": _dense_steps(engine),
         "groups": [_settings(group) for group in engine.basic_optimizer.param_groups],
         "dtype": str(next(engine.module.parameters()).dtype),
+        "clipping": None if engine.experts_step.clipping is None else engine.experts_step.clipping.state_dict(),
     }
     request = SaveRequest(
         tag=tag or f"global_step{engine.global_steps}",
@@ -96,14 +97,32 @@ def load_elastic(engine: Any, folder: str | Path, *, tag: str | None = None) -> 
         buffer.copy_(opened.dense.read(MODEL + name))
     if engine.zero_optimization_stage() in (1, 2):
         engine.optimizer.update_lp_params()  # weights from masters, as at the end of a step
-    for group, stored in zip(engine.basic_optimizer.param_groups, values["groups"], strict=True):
-        group.update({key: tuple(value) if key == "betas" else value for key, value in stored.items()})
-    if engine.lr_scheduler is not None and values["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(values["schedule"])
-    for name, value in values["position"].items():
-        setattr(engine, name, value)
+    if step.clipping is not None and values.get("clipping") is not None:
+        step.clipping.load_state_dict(values["clipping"])
+    _set_position(engine, values)
     _restore_rng(opened)
     return dict(values["client"])
+
+
+def _set_position(engine: Any, values: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Where the run stands: steps, settings of its groups, schedule.
+
+    A checkpoint of another framework's run has no groups and no schedule: this run's own go on, at the same place.
+    """
+    for name, value in values["position"].items():
+        setattr(engine, name, value)
+    engine.run.manager.schedule.resume_at(engine.global_steps)
+    if "micro_steps" not in values["position"]:
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    schedule = engine.lr_scheduler
+    if values["groups"] is None:
+        for _ in range(engine.global_steps - engine.skipped_steps if schedule is not None else 0):
+            schedule.step()
+        return
+    for group, stored in zip(engine.basic_optimizer.param_groups, values["groups"], strict=True):
+        group.update({key: tuple(value) if key == "betas" else value for key, value in stored.items()})
+    if schedule is not None and values["schedule"] is not None:
+        schedule.load_state_dict(values["schedule"])
 
 
 def _refuse(engine: Any) -> None:  # noqa: ANN401
@@ -228,9 +247,9 @@ def _check(engine: Any, opened: Opened) -> None:  # noqa: ANN401
     problems += [
         f"has optimizer state of {name}, which the model does not have" for name in sorted(known - set(wanted))
     ]
-    groups = len(opened.manifest.values["groups"])
-    if groups != len(engine.basic_optimizer.param_groups):
-        problems.append(f"has {groups} parameter groups, the optimizer {len(engine.basic_optimizer.param_groups)}")
+    groups = opened.manifest.values["groups"]
+    if groups is not None and len(groups) != len(engine.basic_optimizer.param_groups):
+        problems.append(f"has {len(groups)} parameter groups, the optimizer {len(engine.basic_optimizer.param_groups)}")
     if problems:
         raise ValueError(f"checkpoint {opened.folder} {'; '.join(problems[:5])}")
 

@@ -26,6 +26,7 @@ from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of,
 from deepspeed_ext.run import Run, run_for
 from deepspeed_ext.stepping import ExpertsStep
 from megascale_omni.clipping import ClipReport
+from megascale_omni.experts.overview import announce
 from megascale_omni.schedule import Phase
 
 
@@ -79,6 +80,8 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
         if self.experts_step is None:  # inference only
             run.check_budget()
+        if self.global_rank == 0:
+            announce([self.module], rank=0, world=self.world_size)
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         """As stock; what is left of DeepSpeed's own MoE layers has no experts that it would have to treat apart."""

@@ -30,7 +30,7 @@ class DeepSpeedExperts(PagedExperts):
         self, run: Run, *, path: str, described: Description, dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> None:
         self.owned = run.ranks.local(described.num_experts)
-        if not self.owned:
+        if described.num_experts < run.ranks.size:  # some rank would have none: all are to say so
             raise ValueError(
                 f"{path}: {described.num_experts} experts cannot be divided among {run.ranks.size} ranks; choose a "
                 'smaller "expert_parallel_size"'

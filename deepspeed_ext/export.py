@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ext.checkpoint import all_or_none, attempt, hidden
-from deepspeed_ext.pages_file import write_durably
+from megascale_omni.checkpoint.pages_file import write_durably
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.checkpoint import has_pages, tag_of
-from deepspeed_ext.pages_file import FOLDER, PagesReader, page_name
+from megascale_omni.checkpoint.pages_file import FOLDER, PagesReader, page_name
 from megascale_omni.paging.names import NamedTensors
 
 SCRIPT = "zero_to_fp32.py"

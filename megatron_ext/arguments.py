@@ -207,8 +207,8 @@ def config_from_args(args: argparse.Namespace) -> MegaScaleConfig | None:
     return config
 
 
-def enable_from_args(args: argparse.Namespace) -> Runtime | None:
-    """Enables MegaScale if the flags ask for it; call it before the model is built.
+def enable_from_args(args: argparse.Namespace, *, announce: bool = True) -> Runtime | None:
+    """Enables MegaScale if the flags ask for it; call it before the model is built. ``announce``: see :func:`enable`.
 
     Raises:
         ValueError: a flag that MegaScale does not support (by name), a dense model, a bad configuration.
@@ -217,6 +217,6 @@ def enable_from_args(args: argparse.Namespace) -> Runtime | None:
     if config is None:
         return None
     support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
-    runtime = patches.enable(config)
+    runtime = patches.enable(config, announce=announce)
     runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
     return runtime

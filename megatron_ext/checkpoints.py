@@ -110,6 +110,7 @@ class PagedCheckpoints:
                 "rng": include_rng_state,
                 "stock": self._optimizer.described_state() if include_optimizer else None,
                 "clipping": None if self._optimizer.clipping is None else self._optimizer.clipping.state_dict(),
+                "paging_step": max((m.schedule.moment.step for m in self._managers), default=0),
             },
             layout=layout(),
             versions={"megatron-core": megatron.core.__version__},
@@ -178,6 +179,9 @@ class PagedCheckpoints:
         ignored: tuple[str, ...] = (RNG, OBJECT) if include_optimizer else (RNG, OBJECT, OPTIMIZER)
         frozen = self._frozen(opened, state) if include_optimizer else []
         ignored += tuple(frozen)
+        if include_optimizer:  # heat, which counts in steps of the schedule, goes on
+            for manager in self._managers:
+                manager.schedule.resume_at(int(values.get("paging_step", opened.manifest.step)))
         self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
         self._carry(opened, frozen)
         if not include_optimizer:

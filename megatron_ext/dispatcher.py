@@ -40,7 +40,13 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
                 "moe_router_padding_for_quantization is not supported with --megascale-dispatcher groups; leave it out"
             )
         assert config.num_moe_experts is not None
-        self.core = GroupDispatcher(Channel(self.ep_group), config.num_moe_experts, options=options, experts=experts)
+        self.core = GroupDispatcher(
+            Channel(self.ep_group),
+            config.num_moe_experts,
+            options=options,
+            experts=experts,
+            house=experts.runtime.guests,
+        )
         self._experts = experts
         self._trip: Trip | None = None
         self._routing: torch.Tensor | None = None
@@ -56,6 +62,7 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         digests = channel.all_gather(torch.tensor([placement.digest], device=self._experts.manager.arena.device))
         if len(set(digests.view(-1).tolist())) > 1:
             raise ValueError(f"layer {layer_number}: ranks have read different placements; give all the same file")
+        placement.check_layers(self.config.num_layers + (self.config.mtp_num_layers or 0))
         if slots is None:
             return
         if (len(slots), len(slots) * len(slots[0])) != (channel.size, self.core.num_experts):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
@@ -29,6 +31,7 @@ from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.planes import Plane
 from megatron_ext.activation import activation_of
 from megatron_ext.runtime import Runtime
+from megatron_ext.spared_copies import join_in_place
 
 SOURCE = "megascale_source"
 """Attribute of a stand-in Parameter: (experts module, tensor name)."""
@@ -206,8 +209,7 @@ class MegaScaleExperts(PagedExperts):
             scratch.settle()
         whole = self.stand_ins(dense)
         if self.numbers == self.stock_numbers:
-            in_order: dict[str, Any] = whole.sharded_state_dict(prefix, sharded_offsets, metadata)
-            return in_order
+            return _joining_in_place(whole.sharded_state_dict(prefix, sharded_offsets, metadata))
         result: dict[str, Any] = {}
         for local, number in enumerate(self.numbers):
             # Stock numbers experts by rank and place; a group of as many ranks as experts gives each its own number.
@@ -217,7 +219,7 @@ class MegaScaleExperts(PagedExperts):
             one.ep_group = _Place(number, self.num_global_experts)
             for key, value in one.sharded_state_dict(prefix, sharded_offsets, metadata).items():
                 result[key.replace(f"{prefix}local_experts.0.", f"{prefix}local_experts.{local}.", 1)] = value
-        return result
+        return _joining_in_place(result)
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -259,6 +261,14 @@ class _Place:
     def size(self) -> int:
         """Of all places."""
         return self.count
+
+
+def _joining_in_place(sharded: dict[str, Any]) -> dict[str, Any]:
+    """A sharded state dict that makes no copies when it is loaded."""
+    for value in nested_values(sharded):
+        if isinstance(value, ShardedTensorFactory):
+            join_in_place(value)
+    return sharded
 
 
 def _built(

@@ -312,6 +312,7 @@ def build_optimizer(
         for chunk in chunks:
             if chunk.last_gradients is not None and not chunk.config.calculate_per_token_loss:
                 chunk.last_gradients.stepper = adam
+    patches.active_runtime().announce(chunks)
     return chained
 
 

@@ -158,9 +158,10 @@ class _Registry:
 _registry = _Registry()
 
 
-def enable(config: MegaScaleConfig | None = None) -> Runtime:
+def enable(config: MegaScaleConfig | None = None, *, announce: bool = True) -> Runtime:
     """Makes stock build paged experts from now on, and returns the runtime that they share.
 
+    With ``announce`` the first rank prints a line about its experts when their optimizer is built.
     Calling it again while enabled with an equal configuration (or None) returns the runtime in force.
 
     Raises:
@@ -180,7 +181,7 @@ def enable(config: MegaScaleConfig | None = None) -> Runtime:
         for patch in patches:
             patch.apply()
             applied.append(patch)
-        _registry.runtime = Runtime.create(config)
+        _registry.runtime = Runtime.create(config, announce=announce)
     except BaseException:
         for patch in reversed(applied):
             patch.undo()

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.backends import Backend, backend_for
+from megascale_omni.experts.overview import announce
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.dispatch import GroupOptions
+from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.foresight import Foresight
@@ -59,16 +61,18 @@ class Runtime:
     backend: Backend
     observation: Observation
     export: Export
+    guests: GuestHouse = field(default_factory=GuestHouse)
     topology: Topology | None = None
     placement: Placement | None = None
     routing: RoutingWriter | None = None
     early_router: EarlyRouter | None = None
     path_numbers: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
+    announces: bool = False
 
     @classmethod
-    def create(cls, config: MegaScaleConfig) -> Runtime:
-        """A runtime on the device that training runs on."""
+    def create(cls, config: MegaScaleConfig, *, announce: bool = False) -> Runtime:
+        """A runtime on the device that training runs on; ``announce``: see :meth:`announce`."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         workspace = Workspace(device)
         products = products_for(device=device, choice=config.compute.cpu_products, workspace=workspace)
@@ -99,8 +103,9 @@ class Runtime:
             export=Export(config.paging.disk_path),
             topology=topology,
             placement=None if which is None else Placement.from_file(which),
-            routing=None if record is None else RoutingWriter(record, rank=rank),
+            routing=None if record is None else RoutingWriter(record, rank=rank, world=world),
             early_router=EarlyRouter(Foresight(manager)) if config.paging.prefetch == "early-router" else None,
+            announces=announce,
         )
 
     @property
@@ -129,6 +134,12 @@ class Runtime:
         if message not in self.told and not (dist.is_initialized() and dist.get_rank()):
             logger.warning("%s", message)
         self.told.add(message)
+
+    def announce(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Prints on the first rank, once a run, what of the model is in pages, if that is asked for."""
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if self.announces and rank == 0 and "announced" not in self.told and announce(chunks, rank=rank, world=world):
+            self.told.add("announced")
 
     def provisional_path(self) -> str:
         """A unique path for a module that does not know its place in the model yet."""

@@ -247,6 +247,7 @@ class TritonBackward:
                 shape=call.shape,
                 matrix=matrix,
                 tile=call.tiles.weight_gradient,
+                rounded=call.context.rounds_gradients,
                 debug=call.debug,
             )
         if call.shape.bias:
@@ -263,11 +264,11 @@ class TritonBackward:
             block_nR = grad_pre[start : start + count * width].view(count, width)
             start += count * width
             if page.fc1_bias_R is not None:
-                _put(block_nR.sum(0), out=page.fc1_bias_R, store=store)
+                _put(call.context.bias_sum(block_nR), out=page.fc1_bias_R, store=store)
             if page.down_bias_h is not None:
                 gy_nh = self._gy[rows]
                 scaled = gy_nh if self._probs is None else gy_nh * self._probs[rows].unsqueeze(-1)
-                _put(scaled.sum(0).to(call.dtype), out=page.down_bias_h, store=store)
+                _put(call.context.bias_sum(scaled, rounded_to=call.dtype), out=page.down_bias_h, store=store)
 
     def _down_bias_probs(self, wave: Wave) -> None:
         """What the down bias adds to the gradient of the probabilities, after the sum over all slices."""

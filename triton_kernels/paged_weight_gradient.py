@@ -31,6 +31,7 @@ def paged_weight_gradient(
     SKIP: tl.constexpr,
     INDEX: tl.constexpr,
     DIVISIBLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -38,7 +39,8 @@ def paged_weight_gradient(
 ):
     """The weight gradient of every page of a wave, stored in its gradient page or added to it.
 
-    Formula: dW (+)= round(left^T right[index]), rounded to the operands' dtype, added in the page's dtype.
+    Formula: dW (+)= round(left^T right[index]), rounded to the operands' dtype (unless not ROUNDED), added in the
+        page's dtype.
     Shapes: left [n, WIDE r] a page, right [N', hidden], index [N] (rows of right; none: the rows themselves),
         dW [WIDE r, hidden].
     Layout: left is the page's block of the wave; dW begins SKIP r hidden elements into the gradient page, of dtype
@@ -77,7 +79,7 @@ def paged_weight_gradient(
             r_at += BK * hidden
     mask = in_m[:, None] & in_n[None, :]
     at = page + (SKIP * neurons + m0) * hidden + n0 + (rm[:, None] * hidden + rn[None, :])
-    result = total.to(DTYPE).to(tl.float32)
+    result = total.to(DTYPE).to(tl.float32) if ROUNDED else total
     if fresh == 0:
         result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, result.to(GRADIENT), mask=mask)
@@ -93,11 +95,13 @@ def launch_weight_gradient(
     shape: PageShape,
     matrix: Matrix,
     tile: TileConfig,
+    rounded: bool = True,
     debug: bool = False,
 ) -> None:
     """Stores or adds the gradients of the pages' down or fc1 rows; see :func:`paged_weight_gradient`.
 
-    ``gradient`` is the dtype of the gradient pages. Raises ValueError for a tensor that does not fit.
+    ``gradient`` is the dtype of the gradient pages; ``rounded``: whether a product is rounded to that of its operands
+    before it is added. Raises ValueError for a tensor that does not fit.
     """
     device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
     require("left", left, dtype=floats, device=device)
@@ -124,6 +128,7 @@ def launch_weight_gradient(
         SKIP=shape.wide if matrix == "down" else 0,
         INDEX=index is not None,
         DIVISIBLE=wave.divisible,
+        ROUNDED=rounded,
         PRECISION=precision_of(left.dtype),
         BM=tile.m,
         BN=tile.n,

@@ -54,12 +54,17 @@ class PageSource:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A module of experts; ``groups`` are the optimizer's groups of its weights and biases, None where frozen."""
+    """A module of experts.
+
+    ``groups`` are the optimizer's groups of its weights and biases, None where frozen; ``heat`` what each rank of a run
+    had of its experts' heat.
+    """
 
     shape: ExpertShape
     num_experts: int
     style: str
     groups: tuple[int, int | None] | None = None
+    heat: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass
@@ -146,6 +151,7 @@ def _experts(assembly: Assembly, path: str) -> tuple[list[Entry], bytes]:
             "num_experts": module.num_experts,
             "style": module.style,
             "groups": module.groups,
+            **({"heat": list(module.heat)} if module.heat else {}),
         }
         for name, module in assembly.modules.items()
     }

@@ -9,32 +9,28 @@ Experts are one tensor a module and matrix there (``gate_up_proj`` [E, 2f, h] an
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
 
 import numpy as np
 import torch
 
 from megascale_omni.checkpoint import datafile
-from megascale_omni.checkpoint.assemble import Assembly, ModuleSource, PageSource, Source, write
+from megascale_omni.checkpoint.assemble import Assembly, Source, write
 from megascale_omni.checkpoint.datafile import NAMES, Entry
 from megascale_omni.checkpoint.digests import default_name
 from megascale_omni.checkpoint.filesystem import LocalFileSystem, write_file
+from megascale_omni.checkpoint.hf_experts import HfExperts, add_module, find_experts
+from megascale_omni.checkpoint.hf_view import hf_view
 from megascale_omni.checkpoint.opening import Opened
-from megascale_omni.checkpoint.pages_load import planes_of
-from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, ExpertShape, PageLayout
-from megascale_omni.paging.names import NamedTensors, NamingStyle
+from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES
 from megascale_omni.paging.planes import Plane
 
 MODEL = "model."
 """What a run's own names begin with in a checkpoint."""
 SHARD_BYTES = 5 << 30
-_EXPERTS = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:gate_up|up|down)_proj)(?P<bias>_bias)?")
-_PER_EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 # -- to a folder ------------------------------------------------------------------------------------------------------
@@ -44,13 +40,8 @@ def to_hf(opened: Opened, target: Path, *, like: Path | None = None, shard_bytes
     """Writes a folder that ``from_pretrained`` reads; ``like`` is one that has the configuration.
 
     Raises:
-        ValueError: a checkpoint with another framework's names, or a target that is there.
+        ValueError: tensors that have no place in a Hugging Face model, or a target that is there.
     """
-    if "megatron-core" in opened.manifest.versions:
-        raise ValueError(
-            f"checkpoint {opened.folder} has Megatron's names and cuts of tensors, Hugging Face's models have others; "
-            "convert it --to torch_dist, and that with the tool that made the Megatron model"
-        )
     if target.exists():
         raise ValueError(f"{target} exists; give a folder that does not")
     entries = list(_entries(opened))
@@ -71,39 +62,13 @@ def to_hf(opened: Opened, target: Path, *, like: Path | None = None, shard_bytes
 
 
 def _entries(opened: Opened) -> Iterator[Entry]:
-    for name, parts in opened.dense.tensors.items():
+    view = hf_view(opened)
+    for name, source in view.dense.items():
         if name.startswith(MODEL):
-            dtype, shape = NAMES[parts[0].place.dtype], parts[0].global_shape
-            yield Source(dtype, shape, partial(opened.dense.read, name)).entry(name.removeprefix(MODEL))
-    for path, module in opened.pages.modules.items():
-        if not module.style.startswith("hf"):
-            style = module.style or "not stored by the build that saved it"
-            raise ValueError(f"checkpoint {opened.folder}: the names of {path} are not Hugging Face's ({style})")
-        layout = PageLayout(module.shape, module.shape.ffn)
-        names = NamedTensors(layout=layout, num_experts=module.num_experts, style=cast(NamingStyle, module.style))
-        dtype = NAMES[opened.pages.pages[path, 0][0].planes["weight"].dtype]
-        for tensor in names.tensors():
-            read = partial(whole_experts, opened, path, names, tensor.name, plane=Plane.WEIGHT, dtype=dtype)
-            yield Source(dtype, tensor.shape, read).entry(f"{path}.{tensor.name}")
-
-
-def whole_experts(
-    opened: Opened, path: str, names: NamedTensors, name: str, *, plane: Plane, dtype: torch.dtype
-) -> torch.Tensor:
-    """A named tensor of all experts of a module, its steps caught up; zeros where the plane is not stored."""
-    tensor = next(t for t in names.tensors() if t.name == name)
-    out = torch.zeros(tensor.shape, dtype=dtype)
-    neurons = slice(0, names.layout.shape.ffn)
-    for expert in range(names.num_experts):
-        if not any(item.tensor.name == name for item in names.of_expert(expert)):
-            continue
-        planes = planes_of(opened.pages, (path, expert), neurons, catch_up=True)
-        page = planes.get(plane)
-        if page is None and plane is Plane.MASTER:
-            page = planes[Plane.WEIGHT].float()
-        if page is not None:
-            names.gather({(expert, 0): page}, {name: out})
-    return out
+            yield source.entry(name.removeprefix(MODEL))
+    for path in view.modules:
+        for name, source in view.experts(path, Plane.WEIGHT):
+            yield source.entry(f"{path}.{name}")
 
 
 def _write_shards(folder: Path, entries: list[Entry], shard_bytes: int) -> None:
@@ -139,22 +104,22 @@ def from_hf(
         ValueError: no weights, damaged files, experts that are not whole, or a style that must be given.
     """
     tensors = _mapped(source)
-    modules: dict[str, dict[str, torch.Tensor]] = {}
     assembly = Assembly(step=0, values={"run": {}, "groups": [], "optimizer": False, "rng": False})
+    modules = find_experts({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
+    of_experts = {f"{path}.{name}" for path, shapes in modules.items() for name in shapes}
     for name, tensor in tensors.items():
-        match = _EXPERTS.fullmatch(name)
-        if match is not None and tensor.dim() == (2 if match["bias"] else 3):
-            modules.setdefault(match["path"] or "", {})[match["name"] + (match["bias"] or "")] = tensor
-        elif _PER_EXPERT.fullmatch(name):
-            raise ValueError(
-                f"{source} has each expert's tensors by themselves ({name}); load it with transformers 5 and "
-                "save_pretrained it: then they are one tensor a module"
-            )
-        else:
+        if name not in of_experts:
             assembly.dense[MODEL + name] = Source(tensor.dtype, tuple(tensor.shape), partial(_same, tensor))
-    for path, experts in modules.items():
-        _add_module(assembly, source, path, experts, style=style, page_bytes=page_bytes)
+    for path, shapes in modules.items():
+        experts = HfExperts(
+            path, shapes, tensors[f"{path}.{next(iter(shapes))}"].dtype, partial(_expert, tensors, path)
+        )
+        add_module(assembly, experts, source=source, style=style, page_bytes=page_bytes)
     return write(root, tag, assembly)
+
+
+def _expert(tensors: Mapping[str, torch.Tensor], path: str, label: str, name: str, expert: int) -> torch.Tensor:
+    return tensors[f"{path}.{name}"][expert : expert + 1]
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,64 +144,3 @@ def _mapped(source: Path) -> dict[str, torch.Tensor]:
     if not found:
         raise ValueError(f"{source} has no weights (*.safetensors)")
     return found
-
-
-def _add_module(
-    assembly: Assembly,
-    source: Path,
-    path: str,
-    experts: Mapping[str, torch.Tensor],
-    *,
-    style: str | None,
-    page_bytes: int,
-) -> None:
-    style = style or _style_of(source, path, experts)
-    if style not in get_args(NamingStyle) or not style.startswith("hf"):
-        raise ValueError(f"style {style!r} is none of Hugging Face's: hf, hf_transposed, hf_gpt_oss, hf_interleaved")
-    gated = "gate_up_proj" in experts
-    down = experts["down_proj"]
-    ffn_axis = 2 if style in ("hf", "hf_interleaved") else 1
-    count, ffn, hidden = down.shape[0], down.shape[ffn_axis], down.shape[3 - ffn_axis]
-    shape = ExpertShape(hidden=hidden, ffn=ffn, gated=gated, bias="down_proj_bias" in experts)
-    layout = PageLayout.for_page_bytes(shape, page_bytes=page_bytes, dtype=down.dtype)
-    names = NamedTensors(layout=layout, num_experts=count, style=cast(NamingStyle, style))
-    for tensor in names.tensors():
-        if tensor.name not in experts or tuple(experts[tensor.name].shape) != tensor.shape:
-            here = tuple(experts[tensor.name].shape) if tensor.name in experts else "missing"
-            raise ValueError(f"{source}: {path}.{tensor.name} is {here}, style {style} needs {tensor.shape}")
-    assembly.modules[path] = ModuleSource(shape, count, style)
-    for expert in range(count):
-        for slice_ in range(layout.num_slices):
-            neurons = layout.neurons(slice_)
-            read: Callable[[], torch.Tensor] = partial(_page, names, experts, expert, slice_, down.dtype)
-            weight = Source(down.dtype, (layout.page_numel(slice_),), read)
-            assembly.pages.append(PageSource((path, expert, neurons.start), neurons.stop, {"weight": weight}))
-
-
-def _page(
-    names: NamedTensors, tensors: Mapping[str, torch.Tensor], expert: int, slice_: int, dtype: torch.dtype
-) -> torch.Tensor:
-    page = torch.empty(names.layout.page_numel(slice_), dtype=dtype)
-    for item in names.of_page(expert, slice_):
-        names.layout.part(page, slice_, item.part).copy_(item.select(tensors[item.tensor.name]))
-    return page
-
-
-def _style_of(source: Path, path: str, experts: Mapping[str, torch.Tensor]) -> str:
-    """``hf`` or ``hf_transposed``, as the shapes of the two matrices fit together."""
-    first, down = experts.get("gate_up_proj", experts.get("up_proj")), experts.get("down_proj")
-    if first is None or down is None:
-        raise ValueError(f"{source}: {path} has only {', '.join(sorted(experts))} of its experts' tensors")
-    wide = 2 if "gate_up_proj" in experts else 1
-    fits = [
-        name
-        for name, ffn, hidden in (("hf", down.shape[2], down.shape[1]), ("hf_transposed", down.shape[1], down.shape[2]))
-        if tuple(first.shape[1:]) == ((wide * ffn, hidden) if name == "hf" else (hidden, wide * ffn))
-    ]
-    if len(fits) != 1:
-        what = "both orientations fit" if fits else "no known orientation fits"
-        raise ValueError(
-            f"{source}: {path} has gate_up_proj {tuple(first.shape)} and down_proj {tuple(down.shape)}: {what}; say "
-            "which with --style hf, hf_transposed, hf_gpt_oss or hf_interleaved"
-        )
-    return fits[0]

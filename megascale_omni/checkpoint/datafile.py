@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ class Entry:
     shape: tuple[int, ...]
     chunks: Sequence[Callable[[], Data]]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize

@@ -168,11 +168,12 @@ class DenseIndex:
             for item in json.loads(data):
                 self.tensors.setdefault(item["name"], []).append(_stored(item))
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor. KeyError where it is not stored."""
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A whole tensor, or what lies in a box of it, with the box's shape. KeyError where it is not stored."""
         parts = self.tensors[name]
-        tensor = torch.empty(parts[0].global_shape, dtype=NAMES[parts[0].place.dtype])
-        self._fill(name, whole(tuple(tensor.shape)), tensor)
+        box = whole(parts[0].global_shape) if box is None else box
+        tensor = torch.empty(box.shape, dtype=NAMES[parts[0].place.dtype])
+        self._fill(name, box, tensor)
         return tensor
 
     def problems(self, pieces: Sequence[TensorPiece]) -> list[str]:

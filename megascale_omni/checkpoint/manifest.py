@@ -81,7 +81,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(folder, [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]) from error
         if found != checksum:
-            raise CheckpointError(folder, [f"{MANIFEST} has checksum {found} instead of {checksum}"])
+            raise CheckpointError(folder, [f"{MANIFEST} is damaged ({_checksums(found, checksum)})"])
         if version != FORMAT_VERSION:
             raise CheckpointError(
                 folder, [f"format version {version} cannot be read, this build reads {FORMAT_VERSION}"]
@@ -90,6 +90,12 @@ class Manifest:
         fields["files"] = tuple(FileRecord(**record) for record in fields["files"])
         fields["mpus"] = tuple(fields["mpus"])
         return cls(**fields)
+
+
+def _checksums(found: str, wanted: str) -> str:
+    """Both, as short as tells them apart."""
+    kind, _, digits = found.partition(":")
+    return f"{kind} {digits[:12]} instead of {wanted.partition(':')[2][:12]}"
 
 
 def _canonical(content: object) -> bytes:
@@ -131,7 +137,7 @@ def verify(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
             problems += [f"needs {tag}: {problem}" for problem in error.problems]
             continue
         if found != checksum:
-            problems.append(f"needs {tag} with manifest {checksum}, and there is {found}")
+            problems.append(f"needs {tag}, and there is another of that name ({_checksums(found, checksum)})")
         problems += [f"needs {tag}: {problem}" for problem in _wrong_files(base, needed, share)]
     return problems
 
@@ -150,7 +156,7 @@ def _wrong_files(folder: Path, manifest: Manifest, share: tuple[int, int]) -> li
             problems.append(f"{record.path} cannot be read: {error.strerror or error}")
             continue
         if found != record.checksum:
-            problems.append(f"{record.path} has checksum {found} instead of {record.checksum}")
+            problems.append(f"{record.path} is damaged ({_checksums(found, record.checksum)})")
     if share[0] == 0:
         known = {record.path for record in manifest.files} | {MANIFEST}
         here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}

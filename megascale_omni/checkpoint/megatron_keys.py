@@ -92,6 +92,12 @@ def tensors_of_expert(names: NamedTensors) -> dict[str, str]:
     return {t.name.removeprefix(prefix): t.name for t in names.tensors() if t.name.startswith(prefix)}
 
 
+def numbered(key: str, layer: int) -> str:
+    """A stacked tensor's key with the number of one layer in it; ``decoder.layers.N.mlp...``."""
+    before, _, rest = key.partition(".layers.")
+    return f"{before}.layers.{layer}.{rest}"
+
+
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MOST_PASSED_OVER = 16
 """Broken checkpoints that a load passes over before it gives up."""
+_NEEDS = re.compile(r"needs ([^:,]+): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -73,27 +75,38 @@ def open_newest(root: Path, ranks: Ranks, *, tag: str | None = None) -> Opened |
         ValueError: there is none of that tag.
     """
     names: list[str] = []
-    problems: list[str] = []
+    damaged: dict[str, list[str]] = {}
     if ranks.rank == 0:
         found, broken = list_checkpoints(root)
         names = [f.folder.name for f in found if tag is None or f.manifest.tag == tag]
-        problems = [str(error) for error in broken if tag is None or error.folder.name == tag]
-    names, problems = ranks.gather((names, problems))[0]
-    for problem in problems if ranks.rank == 0 else ():
-        logger.error("passed over: %s", problem)
+        damaged = {error.folder.name: error.problems for error in broken if tag is None or error.folder.name == tag}
+    names, damaged = ranks.gather((names, damaged))[0]
+    for name, wrong in damaged.items() if ranks.rank == 0 and tag is None else ():
+        logger.error("passed over: %s", CheckpointError(root / name, wrong))
     for name in names[:MOST_PASSED_OVER]:
         wrong = _check(root / name, ranks)
         if not wrong:
             return Opened.read(root / name)
-        text = f"checkpoint {root / name}: {'; '.join(wrong)}"
-        problems.append(text)
+        damaged[name] = wrong
         if ranks.rank == 0 and tag is None:
-            logger.error("passed over: %s", text)
-    if problems:
-        raise CheckpointError(root, problems)
+            logger.error("passed over: %s", CheckpointError(root / name, wrong))
+    if tag in damaged:
+        raise CheckpointError(root / tag, damaged[tag])
+    if damaged:
+        raise CheckpointError(root, [f"none that can be loaded: {', '.join(damaged)}", *_once(damaged)])
     if tag is not None:
         raise ValueError(f"{root} has no checkpoint {tag}")
     return None
+
+
+def _once(damaged: Mapping[str, Sequence[str]]) -> list[str]:
+    """What is wrong with the checkpoints, each file once, however many need it."""
+    found: dict[str, None] = {}
+    for name, problems in damaged.items():
+        for problem in problems:
+            needed = _NEEDS.fullmatch(problem)
+            found[f"{needed[1]}: {needed[2]}" if needed else f"{name}: {problem}"] = None
+    return list(found)
 
 
 def _check(folder: Path, ranks: Ranks) -> list[str]:

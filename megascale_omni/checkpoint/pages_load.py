@@ -98,7 +98,8 @@ class PagesIndex:
             weights, biases = (None if g is None else groups[g] for g in item["groups"] or (None, None))
             module = StoredModule(shape, item["num_experts"], (weights, biases), item.get("style", ""))
             if "heat" in item:
-                self.heat.setdefault(path, []).append(item["heat"])
+                heat = item["heat"]  # of this rank, or of all ranks of a run whose checkpoint was converted
+                self.heat.setdefault(path, []).extend(heat if isinstance(heat, list) else [heat])
             if self.modules.setdefault(path, module) != module:
                 raise ValueError(f"checkpoint {self.folder}: its ranks say different things about {path}")
         for path, expert, start, stop, last_step, planes in content["pages"]:

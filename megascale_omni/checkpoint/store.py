@@ -59,7 +59,7 @@ def list_checkpoints(root: Path, known: Known | None = None) -> tuple[list[Found
     found, broken = [], []
     known = {} if known is None else known
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        if folder.name.startswith(".") or not _is_checkpoint(folder):
+        if folder.name.startswith(".") or not is_checkpoint(folder):
             continue
         try:
             now = _signature(folder)
@@ -83,10 +83,10 @@ def _signature(folder: Path) -> tuple[int, int, int]:
 
 def is_store(root: Path) -> bool:
     """Whether a folder holds checkpoints of this format, whole or not."""
-    return root.is_dir() and any(_is_checkpoint(folder) for folder in root.iterdir())
+    return root.is_dir() and any(is_checkpoint(folder) for folder in root.iterdir())
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is meant to be one: it has a manifest, or it has lost it."""
     return folder.is_dir() and ((folder / MANIFEST).exists() or any(folder.glob("mpu_*_state")))
 

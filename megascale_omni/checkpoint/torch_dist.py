@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megascale_omni.checkpoint.assemble import Source
 from megascale_omni.checkpoint.boxes import Box, copy_overlap, whole
+from megascale_omni.checkpoint.plain_load import load_plain
 
 METADATA = ".metadata"
 _MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
@@ -119,36 +120,6 @@ class TorchDist:
             file.seek(info.offset)
             data = file.read(info.length)
         return load_plain(data, f"{path}, bytes {info.offset}..{info.offset + info.length}")
-
-
-class _Opaque:
-    """Stands for an object of a class of Megatron's, which is not imported; nothing of it is used."""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-
-def load_plain(data: bytes, what: str) -> Any:  # noqa: ANN401 - whatever was saved
-    """What ``torch.save`` wrote, without running code from it. ValueError naming ``what``."""
-    from argparse import Namespace
-    from signal import Signals
-    from types import SimpleNamespace
-
-    import numpy as np
-
-    reconstruct = np.zeros(1).__reduce__()[0]
-    allowed: list[Any] = [Namespace, SimpleNamespace, Signals, io.BytesIO, np.ndarray, np.dtype, reconstruct]
-    allowed.append(type(np.dtype("u4")))
-    try:
-        for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)):
-            if name.startswith("megatron."):
-                allowed.append((type(name.rpartition(".")[2], (_Opaque,), {}), name))
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        lines = str(error).splitlines() or [""]
-        told = next((line for line in lines if "WeightsUnpickler error" in line), lines[0])  # without torch's advice
-        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {told.strip()}") from error
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -102,20 +102,30 @@ def _show(args: argparse.Namespace) -> int:
     opened = Opened.read(args.folder)
     print(f"{manifest.tag}: step {manifest.step}, {manifest.kind}, manifest {checksum}")
     for name, values in (("layout", manifest.layout), ("versions", manifest.versions), ("needs", manifest.needs)):
-        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
-    for record in manifest.files:
-        print(f"file {record.path}: {record.size} bytes, {record.checksum}")
-    for name, parts in sorted(opened.dense.tensors.items()):
-        print(f"tensor {name}: {parts[0].place.dtype} {list(parts[0].global_shape)} in {len(parts)} parts")
+        if values:
+            print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
     for path, module in sorted(opened.pages.modules.items()):
         stored = [p for at, pages in opened.pages.pages.items() if at[0] == path for p in pages]
-        behind = [(opened.pages.num_steps or 0) - page.last_step for page in stored]
         shape = module.shape
         print(
             f"experts {path}: {module.num_experts} of hidden {shape.hidden}, {shape.ffn} neurons, in {len(stored)} "
-            f"pages, up to {max(behind, default=0)} steps behind"
+            f"pages, {_behind(opened.pages.num_steps, [page.last_step for page in stored])}"
         )
+    for name, parts in sorted(opened.dense.tensors.items()):
+        print(f"tensor {name}: {parts[0].place.dtype} {list(parts[0].global_shape)} in {len(parts)} parts")
+    for record in manifest.files:
+        print(f"file {record.path}: {record.size} bytes, {record.checksum}")
     return 0
+
+
+def _behind(num_steps: int | None, last_steps: list[int]) -> str:
+    """How far a module's pages are behind the optimizer."""
+    if num_steps is None:
+        return "weights alone"
+    behind = [num_steps - last for last in last_steps if last < num_steps]
+    if not behind:
+        return f"all of them at step {num_steps} of the optimizer"
+    return f"{len(behind)} of them behind the optimizer's {num_steps} steps, by up to {max(behind)}"
 
 
 def _gc(args: argparse.Namespace) -> int:

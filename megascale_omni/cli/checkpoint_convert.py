@@ -9,21 +9,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megascale_omni.checkpoint.opening import Opened
 
-PAGED, TORCH_DIST, HF = "paged", "torch_dist", "hf"
-FORMATS = (PAGED, TORCH_DIST, HF)
+PAGED, TORCH_DIST, HF, DEEPSPEED = "paged", "torch_dist", "hf", "deepspeed"
+FORMATS = (PAGED, TORCH_DIST, HF, DEEPSPEED)
+MEGATRON = "megatron"
+NAMES = (HF, MEGATRON)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments."""
     parser.add_argument("source", type=Path, help="a checkpoint, or a folder of them (then the newest whole one)")
-    parser.add_argument(
-        "target", type=Path, help="paged, torch_dist: the folder of checkpoints it is added to; hf: new"
-    )
+    parser.add_argument("target", type=Path, help="the folder of checkpoints it is added to; hf: a new folder")
     parser.add_argument("--to", choices=FORMATS, required=True, help="format of the target")
-    parser.add_argument("--tag", help="name of a paged target (default: as Megatron's, or `hf`)")
-    parser.add_argument("--like", type=Path, metavar="FOLDER", help="to hf: whose configuration and tokenizer to copy")
-    parser.add_argument("--style", help="from hf: how experts' tensors lie, where their shapes do not tell")
-    parser.add_argument("--page-size", default="16MiB", help="from hf and torch_dist: largest page (default 16MiB)")
+    parser.add_argument(
+        "--names",
+        choices=NAMES,
+        help="from paged to paged: whose names tensors get (hf: a Megatron run's checkpoint for DeepSpeed)",
+    )
+    parser.add_argument("--tag", help="name of a paged or deepspeed target (default: as its framework's, or `hf`)")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="to hf: whose configuration and tokenizer to copy; --names megatron: a checkpoint of the run that goes on",
+    )
+    parser.add_argument("--style", help="from hf, deepspeed: how experts' tensors lie, where shapes do not tell")
+    parser.add_argument("--page-size", default="16MiB", help="to paged: largest page (default 16MiB)")
 
 
 def format_of(folder: Path) -> str:
@@ -37,9 +47,18 @@ def format_of(folder: Path) -> str:
 
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
+    if any(folder.glob("*model_states.pt")):  # pages may lie in a folder beside them
+        return DEEPSPEED
     if (folder / MANIFEST).is_file() or is_store(folder):
         return PAGED
-    _refuse_by_name(folder)
+    if any(folder.glob("*/*model_states.pt")):
+        return DEEPSPEED
+    old = any(any(folder.glob(f"{at}/model_optim_rng.pt")) for at in ("*", "*/*"))
+    if old and not any(folder.glob("*/common.pt")):
+        raise ValueError(
+            f"{folder} is in Megatron's old format torch: load it with Megatron-LM, and save with "
+            "--ckpt-format torch_dist"
+        )
     if (folder / "latest_checkpointed_iteration.txt").is_file() or (folder / "common.pt").is_file():
         return TORCH_DIST
     if any(folder.glob("*.safetensors")):
@@ -47,44 +66,43 @@ def format_of(folder: Path) -> str:
     raise ValueError(f"{folder} holds no checkpoint of a known format: {', '.join(FORMATS)}")
 
 
-def _refuse_by_name(folder: Path) -> None:
-    """Says what is known about formats that are not read."""
-    inside = ("*", "*/*")
-    if any(any(folder.glob(f"{at}model_states.pt")) for at in inside):
-        raise ValueError(
-            f"{folder} is DeepSpeed's own checkpoint, whose files belong to a ZeRO stage and a number of ranks: load "
-            "it in a run like the one that saved it, and save there with deepspeed_ext.elastic.save_elastic; or take "
-            "its weights with DeepSpeed's zero_to_fp32"
-        )
-    old = any(any(folder.glob(f"{at}/model_optim_rng.pt")) for at in inside)
-    if old and not any(folder.glob("*/common.pt")):
-        raise ValueError(
-            f"{folder} is in Megatron's old format torch: load it with Megatron-LM, and save with "
-            "--ckpt-format torch_dist"
-        )
-
-
 def run(args: argparse.Namespace) -> int:
     """Convert; prints where the result is."""
     from megascale_omni.config import parse_bytes
 
     found = format_of(args.source)
-    if PAGED not in (found, args.to) or found == args.to:
-        raise ValueError(f"{args.source} is {found}; convert goes from {PAGED} to another format, or back")
     page_bytes = parse_bytes(args.page_size, key="--page-size")
-    if args.to == PAGED:
-        print(_to_paged(args, found, page_bytes))
-        return 0
+    if args.names is not None and (found, args.to) != (PAGED, PAGED):
+        raise ValueError(f"--names is for a checkpoint that is {PAGED} before and after; {args.source} is {found}")
+    if found == args.to and args.names is None:
+        raise ValueError(f"{args.source} is {found} already; with --names hf or megatron its tensors get other names")
+    if PAGED not in (found, args.to):
+        raise ValueError(f"{args.source} is {found}; convert goes from {PAGED} to another format, or back")
+    print(_from_paged(args) if found == PAGED else _to_paged(args, found, page_bytes))
+    return 0
+
+
+def _from_paged(args: argparse.Namespace) -> Path:
     opened = _opened(args.source)
     if args.to == HF:
         from megascale_omni.checkpoint.convert_hf import to_hf
 
-        print(to_hf(opened, args.target, like=args.like))
-    else:
+        return to_hf(opened, args.target, like=args.like)
+    if args.to == DEEPSPEED:
+        from megascale_omni.checkpoint.deepspeed_write import to_deepspeed
+
+        return to_deepspeed(opened, args.target, tag=args.tag)
+    if args.to == TORCH_DIST:
         from megascale_omni.checkpoint.megatron_write import to_torch_dist
 
-        print(to_torch_dist(opened, args.target))
-    return 0
+        return to_torch_dist(opened, args.target)
+    from megascale_omni.checkpoint.rename import to_hf_names, to_megatron_names
+
+    if args.names == HF:
+        return to_hf_names(opened, args.target, args.tag)
+    if args.like is None:
+        raise ValueError("--names megatron needs --like: a checkpoint of the Megatron run that is to go on")
+    return to_megatron_names(opened, args.target, args.tag, like=_opened(args.like))
 
 
 def _to_paged(args: argparse.Namespace, found: str, page_bytes: int) -> Path:
@@ -92,6 +110,10 @@ def _to_paged(args: argparse.Namespace, found: str, page_bytes: int) -> Path:
         from megascale_omni.checkpoint.convert_hf import from_hf
 
         return from_hf(args.source, args.target, args.tag or "hf", style=args.style, page_bytes=page_bytes)
+    if found == DEEPSPEED:
+        from megascale_omni.checkpoint.deepspeed_read import from_deepspeed
+
+        return from_deepspeed(args.source, args.target, tag=args.tag, style=args.style, page_bytes=page_bytes)
     from megascale_omni.checkpoint.megatron_read import from_torch_dist
 
     return from_torch_dist(args.source, args.target, tag=args.tag, page_bytes=page_bytes)

@@ -165,7 +165,8 @@ def describe(topology: Topology, group: int | None) -> list[str]:
     """A topology in lines; with ``group``, how many groups of so many ranks are inside each level."""
     from megascale_omni.topology.placement import groups_by_level
 
-    lines = [f"{topology.num_ranks} ranks on {len(topology.nodes)} nodes"]
+    ranks, nodes = topology.num_ranks, len(topology.nodes)
+    lines = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
     for number, level in enumerate(topology.levels):
         units = len(set(topology.units_of(number, range(topology.num_ranks)).tolist()))
         latency = f"{1e6 * level.latency_seconds:.1f} us"

@@ -56,11 +56,21 @@ class ExpertsContext:
     workspace: Workspace
     backend: Backend
     completion: Completion = field(default_factory=Completion)
+    rounds_gradients: bool = True
+    """Whether a call's weight gradients are rounded to the weights' dtype before they are added to gradient pages, as
+    stock rounds them; without it they are parts of a gradient that is rounded elsewhere."""
 
     @property
     def layout(self) -> PageLayout:
         """The module's page layout."""
         return self.module.layout
+
+    def bias_sum(self, gradient_nk: torch.Tensor, *, rounded_to: torch.dtype | None = None) -> torch.Tensor:
+        """``[k]``: the gradient of a bias, a sum over tokens."""
+        if not self.rounds_gradients:
+            return gradient_nk.sum(0, dtype=torch.float32)
+        total = gradient_nk.sum(0)
+        return total if rounded_to is None else total.to(rounded_to)
 
 
 def _forward(
@@ -81,7 +91,7 @@ def _forward(
         call.wave(wave)
 
 
-def _forward_phase(keep: bool) -> Phase:
+def forward_phase(keep: bool) -> Phase:
     """Which phase a forward call belongs to, as autograd tells: recompute runs inside a backward."""
     if torch._C._current_graph_task_id() != -1:
         return Phase.RECOMPUTE
@@ -112,7 +122,7 @@ class PagedExpertsFunction(torch.autograd.Function):
         numel = Blocks.numel(context.layout, x_Nh.shape[0])
         room = work.lend(numel, x.dtype) if keep else work.take("pre_activations", (numel,), x.dtype)
         flat = room[:numel]
-        _forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh, phase=_forward_phase(keep))
+        _forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh, phase=forward_phase(keep))
         if keep:
             ctx.save_for_backward(x, probs_N, flat, index_N)  # type: ignore[arg-type]
             ctx.context, ctx.rows, ctx.room = context, rows, room  # type: ignore[attr-defined]

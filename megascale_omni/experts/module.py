@@ -33,7 +33,7 @@ class PagedExperts(torch.nn.Module):
         manager: owner of the pages. path: the module's path in the model, its identity. layout: sizes of an expert and
         their cut. num_experts: local experts. dtypes: dtype of each plane. activation: frozen description. style: stock
         class whose names are used. products, workspace: shared by all modules of a process. backend: who computes
-        (torch where None).
+        (torch where None). rounds_gradients: see :class:`ExpertsContext`.
 
     Raises:
         ValueError: the activation is gated and the layout is not, or the other way round; a style that does not fit.
@@ -52,6 +52,7 @@ class PagedExperts(torch.nn.Module):
         products: Products,
         workspace: Workspace,
         backend: Backend | None = None,
+        rounds_gradients: bool = True,
     ) -> None:
         super().__init__()
         if activation.gated != layout.shape.gated:
@@ -60,7 +61,15 @@ class PagedExperts(torch.nn.Module):
         self.names = NamedTensors(layout=layout, num_experts=num_experts, style=style)
         self.manager = manager
         self.pages = manager.add_module(path=path, layout=layout, num_experts=num_experts, dtypes=dtypes)
-        self.context = ExpertsContext(manager, self.pages, activation, products, workspace, backend or TorchBackend())
+        self.context = ExpertsContext(
+            manager,
+            self.pages,
+            activation,
+            products,
+            workspace,
+            backend or TorchBackend(),
+            rounds_gradients=rounds_gradients,
+        )
         self.trainable = True
         self.fetch: Callable[[Sequence[int]], None] | None = None
         """Makes experts current before they are computed, where other ranks step them; a collective of these ranks."""

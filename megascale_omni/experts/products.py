@@ -5,9 +5,11 @@ the result; with ``accumulate`` it is added to what ``out`` holds.
 
 [Note: products and rounding]
 A page is one product per matrix. Where the result has the operands' dtype the product lands in ``out`` directly. Where
-``out`` is wider (fp32 sums of bf16 products), the product is rounded once to the operands' dtype by the CPU's matrix
-library, then added in fp32. What this adds to the rounding of stock's single product is, over any number of pages, at
-most one rounding of a number as large as the sum of the partial products' magnitudes.
+``out`` is wider, it holds a sum of bf16 products in fp32, and there are two kinds. Slices of one product (``nn``) are
+parts of a sum that stock does not cut: they are added unrounded. Weight gradients (``tn``) of several calls are
+products of their own in stock, which rounds each to the operands' dtype before it adds it: so do we, unless ``rounded``
+is False. Torch has no product of bf16 operands with an fp32 result on a CPU; for an unrounded one operands are copied
+to fp32, which loses nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +42,16 @@ class Products(Protocol):
         """``out [n, m] (+)= a b``."""
         ...
 
-    def tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        """``out [n, m] (+)= a^T b``."""
+    def tn(
+        self,
+        a_kn: torch.Tensor,
+        b_km: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        accumulate: bool = False,
+        rounded: bool = True,
+    ) -> None:
+        """``out [n, m] (+)= a^T b``; ``rounded``: to the operands' dtype, before it is added to a wider ``out``."""
         ...
 
 
@@ -60,15 +70,36 @@ class BlasProducts:
         self._product(a_nk, b_mk.t(), out, accumulate)
 
     def nn(self, a_nk: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
+        if out.dtype is not a_nk.dtype:
+            a_nk, b_km = self._widened("left.wide", a_nk, out.dtype), self._widened("right.wide", b_km, out.dtype)
+        self._nn(a_nk, b_km, out, accumulate)
+
+    def tn(
+        self,
+        a_kn: torch.Tensor,
+        b_km: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        accumulate: bool = False,
+        rounded: bool = True,
+    ) -> None:
+        if out.dtype is not a_kn.dtype and not rounded:
+            a_kn, b_km = self._widened("left.wide", a_kn, out.dtype), self._widened("right.wide", b_km, out.dtype)
+        self._tn(a_kn, b_km, out, accumulate)
+
+    def _nn(self, a_nk: torch.Tensor, b_km: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         self._product(a_nk, b_km, out, accumulate)
 
-    def tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
+    def _tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         self._product(a_kn.t(), b_km, out, accumulate)
+
+    def _widened(self, name: str, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._workspace.take(name, tuple(operand.shape), dtype).copy_(operand)
 
     def _product(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         if out.dtype is a.dtype and not accumulate:
             torch.mm(a, b, out=out)
-        elif a.dtype is torch.float32:
+        elif out.dtype is a.dtype and a.dtype is torch.float32:
             out.addmm_(a, b)
         else:  # see [Note: products and rounding]
             partial = self._workspace.take("product", (a.shape[0], b.shape[1]), a.dtype)
@@ -114,9 +145,9 @@ class OneDnnProducts(BlasProducts):
         return whole + -(-(rows - whole) // ROW_QUANTUM) * ROW_QUANTUM
 
     def nt(self, a_nk: torch.Tensor, b_mk: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
-        self.nn(a_nk, b_mk.t(), out=out, accumulate=accumulate)
+        self._nn(a_nk, b_mk.t(), out, accumulate)
 
-    def nn(self, a_nk: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
+    def _nn(self, a_nk: torch.Tensor, b_km: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         n = a_nk.shape[0]
         if a_nk.dtype is not torch.float32 or n <= _FEW_ROWS:
             self._product(a_nk, b_km, out, accumulate)
@@ -143,7 +174,7 @@ class OneDnnProducts(BlasProducts):
         else:
             out.copy_(result_nm[:n])
 
-    def tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False) -> None:
+    def _tn(self, a_kn: torch.Tensor, b_km: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         k = a_kn.shape[0]
         if a_kn.dtype is not torch.float32 or k <= _FEW_ROWS:
             self._product(a_kn.t(), b_km, out, accumulate)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.groups.channel import Channel
 
 BUCKET_ELEMENTS = 1 << 23
 """Elements of one collective: 32 MiB in fp32."""
@@ -68,20 +69,19 @@ def broadcast_owned(
     if shards.size == 1:
         return
     assert shards.group is not None
-    layout = experts.layout
+    layout, channel = experts.layout, Channel(shards.group)
 
     def numel(name: PageName) -> int:
         return layout.page_numel(name[1])
 
     for rank in range(shards.size):
-        source = dist.get_global_rank(shards.group, rank)
         for run in buckets(shards.pages_of(experts, rank), numel):
             flat = experts.context.workspace.take("exchange", (sum(map(numel, run)),), dtype)
             parts = flat.split([numel(name) for name in run])
             if rank == shards.rank:
                 for name, part in zip(run, parts, strict=True):
                     read(name, part)
-            dist.broadcast(flat, src=source, group=shards.group)
+            channel.broadcast(flat, source=rank)
             if rank != shards.rank:
                 for name, part in zip(run, parts, strict=True):
                     write(name, part)

@@ -19,13 +19,8 @@ if TYPE_CHECKING:
     from megascale_omni.experts.function import ExpertsContext
 
 
-_SLICES_AT_ONCE = 4
-"""Partial products of an expert that are kept to be summed at once, in twice the memory of their fp32 sum. With more
-slices they are added to that sum as they come."""
-
-
 class _SliceSum:
-    """The sum over an expert's slices of ``[n, h]`` products, in fp32 where slices are summed in a narrower dtype.
+    """The sum over an expert's slices of ``[n, h]`` products, in fp32, rounded once where the result is narrower.
 
     Products are wide (see [Note: wide products]) where they land in ``result``.
     """
@@ -38,7 +33,6 @@ class _SliceSum:
         self._slices = context.layout.num_slices
         self._direct = self._slices == 1 or result_Nh.dtype is torch.float32
         self._wide_of = wide.split(result_Nh, rows.starts) if self._direct else ()
-        self._at_once = self._slices <= _SLICES_AT_ONCE
 
     def add(self, expert: int, slice_: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds ``left @ right`` of one slice; slices of an expert come in ascending order and are not interleaved."""
@@ -47,16 +41,10 @@ class _SliceSum:
             return
         result = self._result_of[expert]
         left = left[: result.shape[0]]
-        if self._at_once:
-            partial_Snh = self._workspace.take(self._name, (self._slices, *result.shape), result.dtype)
-            self._products.nn(left, right, out=partial_Snh[slice_])
-            if slice_ == self._slices - 1:
-                torch.sum(partial_Snh, 0, out=result)  # in fp32, ascending, rounded once
-            return
         total = self._workspace.take(self._name, tuple(result.shape), torch.float32)
         self._products.nn(left, right, out=total, accumulate=slice_ > 0)
         if slice_ == self._slices - 1:
-            result.copy_(total)
+            result.copy_(total)  # rounded once
 
 
 class _Wide:
@@ -161,7 +149,8 @@ class _WeightGradients:
         """``out (+)= left^T right``, the weight gradient of one product."""
         products = self._context.products
         if store or out.dtype is torch.float32:
-            products.tn(left, right, out=out, accumulate=not store)
+            rounded = self._context.rounds_gradients
+            products.tn(left, right, out=out, accumulate=not store, rounded=rounded)
         else:  # a bf16 gradient plane: stock rounds the product, then the sum
             partial = self._context.workspace.take("weight_gradient", tuple(out.shape), left.dtype)
             products.tn(left, right, out=partial)
@@ -272,10 +261,11 @@ class _Backward:
         weights.product(act_nr, gy_nh, out=page.down_rh, store=store)
         weights.product(gpre_nR, self.x_of[expert], out=page.fc1_Rh, store=store)
         if page.fc1_bias_R is not None:
-            weights.vector(gpre_nR.sum(0), out=page.fc1_bias_R, store=store)
+            weights.vector(self.context.bias_sum(gpre_nR), out=page.fc1_bias_R, store=store)
         if page.down_bias_h is not None:
             scaled = gy_nh * self.probs_of[expert].unsqueeze(-1) if self.probs_of else gy_nh
-            weights.vector(scaled.sum(0).to(self.dtype), out=page.down_bias_h, store=store)
+            total_h = self.context.bias_sum(scaled, rounded_to=self.dtype)
+            weights.vector(total_h, out=page.down_bias_h, store=store)
 
 
 class TorchBackend:

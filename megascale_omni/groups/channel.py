@@ -4,6 +4,12 @@
 All traffic uses the parent group: collectives with uneven splits where every rank may take part, batched sends and
 receives where only the members of an expert's group do. A rank that is in none of the transfers is not involved and
 does not wait.
+
+[Note: naming who is gone]
+When a rank dies, every survivor is to notice, because those that do not answer are named. Transports without that
+property pass values on from neighbour to neighbour (gloo's all-gather goes round a ring, its broadcast down a tree): a
+survivor with living neighbours goes on waiting, and would be taken for dead. So with gloo all ranks exchange directly
+what one gathers or broadcasts; the bytes are the same.
 """
 
 from __future__ import annotations
@@ -69,6 +75,11 @@ class Channel:
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.global_ranks = (0,) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
+    @property
+    def _names_the_gone(self) -> bool:
+        """See [Note: naming who is gone]; other transports end the process by a watchdog of their own."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
     def exchange(self, values: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """``send[p]`` rows of ``values`` to each rank ``p``; returns ``receive[p]`` rows of each, by rank."""
         if self.group is None:
@@ -85,10 +96,25 @@ class Channel:
         """``[P, ...]``: the tensor of every rank, which all have one shape."""
         if self.group is None:
             return values.unsqueeze(0)
-        result = values.new_empty(self.size * values.numel())  # gloo takes no other shape
         given = values.contiguous().view(-1)
-        self.guarded(lambda: dist.all_gather_into_tensor(result, given, group=self.group), "exchanging counts")
+        result = values.new_empty(self.size * values.numel())
+        if self._names_the_gone:
+            copies = given.repeat(self.size)
+            self.guarded(lambda: dist.all_to_all_single(result, copies, group=self.group), "exchanging counts")
+        else:
+            dist.all_gather_into_tensor(result, given, group=self.group)
         return result.view(self.size, *values.shape)
+
+    def broadcast(self, values: torch.Tensor, *, source: int) -> None:
+        """``values`` of rank ``source`` (in the group) into those of all others."""
+        if self.group is None:
+            return
+        if not self._names_the_gone:
+            dist.broadcast(values, src=self.global_ranks[source], group=self.group)
+            return
+        others = [peer for peer in range(self.size) if peer != source]
+        sends = self.rank == source
+        self.transfer([Transfer(peer, values, sends) for peer in (others if sends else [source])]).wait()
 
     def transfer(self, transfers: Sequence[Transfer]) -> Transfers:
         """Starts transfers between pairs of ranks. Both sides name theirs in the same order."""
@@ -99,14 +125,14 @@ class Channel:
         try:
             return work()
         except (RuntimeError, ValueError) as error:
-            if self.group is None or dist.get_backend(self.group) != "gloo":
+            if not self._names_the_gone:
                 raise
             gone = self._gone()
             who = f"ranks {gone} do not answer" if gone else "no rank could be named"
             raise RuntimeError(f"rank {dist.get_rank()}: {what} failed: {who} ({error})") from error
 
     def _gone(self) -> list[int]:
-        """Global ranks of the group that do not answer. Ranks that are alive fail likewise, and then ask, too.
+        """Global ranks of the group that do not answer. Ranks that are alive fail likewise, and then answer, too.
 
         They meet in the store of the default group, not on the group's own connections: what is left of those after a
         failed collective cannot be trusted.

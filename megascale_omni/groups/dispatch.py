@@ -21,6 +21,7 @@ from megascale_omni.groups.cache import GroupCache
 from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.discovery import Discovery, discover
 from megascale_omni.groups.functions import exchange, gather, sum_rows
+from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.groups.pages import TravellingPages
 from megascale_omni.groups.plan import Demand, Move, Plan, TravelCosts, make_groups, make_plan, ranks_of
 from megascale_omni.groups.rows import (
@@ -57,6 +58,7 @@ class GroupDispatcher:
         channel: the expert-parallel group. num_experts: of all ranks, the same number on each.
         columns: the routing's column for each (rank, local expert) slot; None where they are in this order.
         experts: the module whose pages may travel; None: tokens travel, whatever the options say.
+        house: where visiting experts are computed, for all modules of a run.
     """
 
     channel: Channel
@@ -64,6 +66,7 @@ class GroupDispatcher:
     options: GroupOptions = field(default_factory=GroupOptions)
     columns: torch.Tensor | None = None
     experts: PagedExperts | None = None
+    house: GuestHouse = field(default_factory=GuestHouse)
 
     def __post_init__(self) -> None:
         self.local_experts = self.num_experts // self.channel.size
@@ -74,7 +77,9 @@ class GroupDispatcher:
         self.discovery_seconds = 0.0
         self._costs: dict[tuple[int, int], TravelCosts] = {}
         first = self.channel.rank * self.local_experts
-        self.pages = None if self.experts is None else TravellingPages(self.experts, self.channel, first=first)
+        self.pages = None
+        if self.experts is not None:
+            self.pages = TravellingPages(self.experts, self.channel, first=first, house=self.house)
 
     def depart(self, x_Th: torch.Tensor, map_TE: torch.Tensor, probs_TE: torch.Tensor) -> Trip:
         """Exchanges counts, makes the plan and sends every token once to each rank that it needs.
@@ -88,7 +93,7 @@ class GroupDispatcher:
         if self.pages is not None and self.options.move != "tokens":
             self.pages.prepare(plan)
         if plan.moves:
-            kept_E = torch.from_numpy(plan.keeps_token_rows(self.channel.rank)).to(map_TE.device)
+            kept_E = torch.from_numpy(plan.keeps_token_rows).to(map_TE.device)
             sent = send_rows(map_TE & kept_E, ranks=self.channel.size, columns=self.columns)
             told = torch.tensor(sent.rows, dtype=torch.int32, device=map_TE.device)
             rows_P = discover(told, self.channel, self.options.discovery)[:, self.channel.rank]
@@ -227,10 +232,9 @@ class Trip:
     def _guests(
         self, map_TE: torch.Tensor, x_Th: torch.Tensor, probs_TE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], ReceivedRows]:
-        """Tokens of this rank for experts whose pages come here, sorted by expert."""
+        """Tokens of this rank for experts whose pages travel, sorted by expert."""
         moved = torch.tensor([move.expert for move in self.plan.moves], device=map_TE.device)
-        away_M = torch.tensor([move.owner != self._channel.rank for move in self.plan.moves], device=map_TE.device)
-        chosen = sorted_by_expert(map_TE.index_select(1, moved) & away_M)
+        chosen = sorted_by_expert(map_TE.index_select(1, moved))
         columns = self._dispatcher.columns
         column_M = moved if columns is None else columns[moved]
         column_G = column_M.repeat_interleave(torch.tensor(chosen.counts, device=map_TE.device))

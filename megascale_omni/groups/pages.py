@@ -6,9 +6,11 @@ that overlapping groups cannot wait for each other in a circle.
 
 [Note: guests]
 A member computes a visiting expert with the same code as its own: a small ``PagedExperts`` module, with pages in an
-arena of its own that no budget counts, holds one batch of visitors. They are gone when the batch is done; the backward
-fetches the weights again, as recomputation would. What a guest's backward writes into its gradient pages travels home
-and is added there in ascending order of members.
+arena of its own that no budget counts, holds one batch of visitors; one such room serves all layers that are alike.
+Visitors are gone when the batch is done; the backward fetches the weights again, as recomputation would. The owner
+computes its own tokens for an expert that travels in the same way. Each rank's part of the weight gradient is kept and
+sent in fp32, unrounded; parts are added at home by ascending rank, and the sum is rounded where stock rounds: to the
+weights' dtype, before it is added to the gradient of the step.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megascale_omni.experts.function import forward_phase
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.groups.channel import Channel, Transfer, Transfers
+from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.groups.plan import PAGE_BATCH, PageMove, Plan
-from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
+from megascale_omni.schedule import Phase
 
 Batch = tuple[PageMove, ...]
 
@@ -69,14 +73,14 @@ class TravellingPages:
 
     Args:
         experts: the module, with the experts of this rank. channel: its expert-parallel group.
-        first: the number of this rank's first expert among all experts.
+        first: the number of this rank's first expert among all experts. house: where visitors are computed.
     """
 
-    def __init__(self, experts: PagedExperts, channel: Channel, *, first: int) -> None:
+    def __init__(self, experts: PagedExperts, channel: Channel, *, first: int, house: GuestHouse) -> None:
         self.experts = experts
         self.channel = channel
         self.first = first
-        self._guests: PagedExperts | None = None
+        self._house = house
 
     @property
     def expert_numel(self) -> int:
@@ -85,24 +89,8 @@ class TravellingPages:
 
     @property
     def guests(self) -> PagedExperts:
-        """The module that computes visitors (see [Note: guests]), with the gradient dtype of the experts today."""
-        context, dtypes = self.experts.context, self.experts.pages.dtypes
-        if self._guests is None:
-            self._guests = PagedExperts(
-                manager=ExpertManager(device=self.experts.manager.arena.device),
-                path="guests",
-                layout=self.experts.layout,
-                num_experts=PAGE_BATCH,
-                dtypes={plane: dtypes[plane] for plane in (Plane.WEIGHT, Plane.GRADIENT)},
-                activation=context.activation,
-                style="sequential",
-                products=context.products,
-                workspace=context.workspace,
-                backend=context.backend,
-            )
-        self._guests.manager.set_plane_dtype(self._guests.pages, Plane.GRADIENT, dtypes[Plane.GRADIENT])
-        self._guests.requires_grad_(self.experts.trainable)
-        return self._guests
+        """The module that computes visitors (see [Note: guests])."""
+        return self._house.room(self.experts)
 
     def prepare(self, plan: Plan) -> None:
         """Makes this rank's experts current that are about to travel; called whether any are, as others may have some.
@@ -118,8 +106,20 @@ class TravellingPages:
         To be called by every rank that a move involves, with or without tokens of its own.
         """
         visit = _Visit.of(self, counts, plan)
-        result: torch.Tensor = _Travel.apply(x_Gh, probs_G, self.experts._anchor, visit)
+        anchor = self.experts._anchor
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_Gh, probs_G, anchor))
+        result: torch.Tensor = _Travel.apply(x_Gh, probs_G, anchor, visit, keep)
         return result
+
+    def announce(self, visit: _Visit, phase: Phase) -> None:
+        """Tells whoever keeps heat how many tokens this rank's travelling experts have, wherever those are."""
+        if phase is not Phase.FORWARD:
+            return
+        counts = [0] * self.experts.num_experts
+        for move in (move for batch in visit.batches for move in batch if move.owner == self.channel.rank):
+            counts[move.expert - self.first] = move.tokens
+        if any(counts):
+            self.experts.manager.routed(self.experts.pages, counts)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -128,13 +128,15 @@ class TravellingPages:
         return read_weights(self.experts, move.expert - self.first)
 
     def start_weights(self, batch: Batch) -> tuple[Transfers, dict[int, torch.Tensor]]:
-        """Sends and receives the weights of a batch; the tensors that arrive here, by expert."""
+        """Sends and receives the weights of a batch; those that this rank computes with, by expert."""
         transfers: list[Transfer] = []
         arriving: dict[int, torch.Tensor] = {}
         for move in batch:
             if move.owner == self.channel.rank:
                 flat = self.weights_of(move)
                 transfers += [Transfer(peer, flat, True) for peer in move.members]
+                if move.at_home:
+                    arriving[move.expert] = flat
             elif self.channel.rank in move.members:
                 flat = empty_weights(self.experts)
                 arriving[move.expert] = flat
@@ -165,9 +167,7 @@ class TravellingPages:
     def gradients_of(self, place: int) -> torch.Tensor:
         """A copy of a visitor's gradient pages; zeros where it got none."""
         guests = self.guests
-        flat = torch.zeros(
-            self.expert_numel, dtype=guests.pages.dtypes[Plane.GRADIENT], device=guests.manager.arena.device
-        )
+        flat = torch.zeros(self.expert_numel, dtype=torch.float32, device=guests.manager.arena.device)
         present = guests.manager.present(guests.pages, Plane.GRADIENT)
         for name, part in self._parts(place, flat):
             if present[name]:
@@ -176,37 +176,41 @@ class TravellingPages:
         return flat
 
     def start_gradients(self, batch: Batch) -> tuple[Transfers, dict[int, list[torch.Tensor]]]:
-        """Sends visitors' gradients home; the tensors that arrive here, by expert, members ascending."""
+        """Sends visitors' gradients home; the parts of this rank's experts, by expert, ranks ascending."""
         transfers: list[Transfer] = []
         arriving: dict[int, list[torch.Tensor]] = {}
-        dtype, device = self.experts.pages.dtypes[Plane.GRADIENT], self.experts.manager.arena.device
+        device = self.experts.manager.arena.device
         for place, move in enumerate(batch):
             if move.owner == self.channel.rank:
-                arriving[move.expert] = [
-                    torch.empty(self.expert_numel, dtype=dtype, device=device) for _ in move.members
-                ]
-                transfers += [
-                    Transfer(peer, flat, False) for peer, flat in zip(move.members, arriving[move.expert], strict=True)
-                ]
+                parts = arriving[move.expert] = []
+                for peer in move.computed_by:
+                    if peer == move.owner:
+                        parts.append(self.gradients_of(place))
+                    else:
+                        parts.append(torch.empty(self.expert_numel, dtype=torch.float32, device=device))
+                        transfers.append(Transfer(peer, parts[-1], False))
             elif self.channel.rank in move.members:
                 transfers.append(Transfer(move.owner, self.gradients_of(place), True))
         return self.channel.transfer(transfers), arriving
 
     def take_home(self, arrived: dict[int, list[torch.Tensor]]) -> None:
-        """Adds gradients that came home to this rank's pages."""
+        """Adds gradients that came home to this rank's pages, each expert's parts as one gradient."""
         experts = self.experts
         for expert, gradients in sorted(arrived.items()):
-            for flat in gradients:
-                for name, part in self._parts(expert - self.first, flat):
-                    ids = experts.page_ids(Plane.GRADIENT, [name])
-                    new = experts.manager.create_ids(experts.pages, Plane.GRADIENT, ids)
-                    with experts.lease(Plane.GRADIENT, [name]) as lease:
-                        page = lease.page(*name)
-                        if len(new):
-                            page.copy_(part)
-                        else:
-                            page.add_(part)
-                        lease.mark_dirty()
+            total = gradients[0]
+            for part in gradients[1:]:
+                total.add_(part)
+            total = total.to(experts.pages.dtypes[Plane.WEIGHT])
+            for name, part in self._parts(expert - self.first, total):
+                ids = experts.page_ids(Plane.GRADIENT, [name])
+                new = experts.manager.create_ids(experts.pages, Plane.GRADIENT, ids)
+                with experts.lease(Plane.GRADIENT, [name]) as lease:
+                    page = lease.page(*name)
+                    if len(new):
+                        page.copy_(part)
+                    else:
+                        page.add_(part)
+                    lease.mark_dirty()
 
     def _parts(self, expert: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         return _parts(self.experts, expert, flat)
@@ -246,9 +250,10 @@ class _Travel(torch.autograd.Function):
         probs_G: torch.Tensor,
         anchor: torch.Tensor,
         visit: _Visit,
+        keep: bool,
     ) -> torch.Tensor:
         pages, y_Gh = visit.pages, torch.empty_like(x_Gh)
-        keep = any(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
+        pages.announce(visit, forward_phase(keep))
         coming = pages.start_weights(visit.batches[0]) if visit.batches else None
         for number, batch in enumerate(visit.batches):
             assert coming is not None
@@ -308,4 +313,4 @@ class _Travel(torch.autograd.Function):
         anchor_gradient = gy_Gh.new_zeros(()) if needs[2] else None
         if gprobs_G is None and needs[1]:
             gprobs_G = gy_Gh.new_zeros(gy_Gh.shape[0])
-        return (gx_Gh if needs[0] else None, gprobs_G if needs[1] else None, anchor_gradient, None)
+        return gx_Gh if needs[0] else None, gprobs_G if needs[1] else None, anchor_gradient, None, None

@@ -29,6 +29,9 @@ Move = Literal["auto", "tokens", "pages"]
 PAGE_BATCH = 4
 """Experts whose pages are on their way together."""
 
+GRADIENT_WIDTH = 4
+"""Bytes of an element of a gradient that goes home: parts of a sum travel in fp32."""
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -73,7 +76,8 @@ class TravelCosts:
         cls, *, hidden: int, width: int, local_experts: int, expert_numel: int, links: LinkCosts
     ) -> TravelCosts:
         """Of a layer whose tokens have ``hidden`` elements of ``width`` bytes, as its experts' have."""
-        return cls(4 * hidden * width + mask_bytes(local_experts) + 8, 3 * expert_numel * width, links)
+        expert_bytes = expert_numel * (2 * width + GRADIENT_WIDTH)
+        return cls(4 * hidden * width + mask_bytes(local_experts) + 8, expert_bytes, links)
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,21 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class PageMove:
-    """An expert whose pages go from ``owner`` to ``members`` (other ranks, ascending)."""
+    """An expert whose pages go from ``owner`` to ``members`` (other ranks, ascending).
+
+    ``tokens``: of all ranks that chose it. ``at_home``: whether the owner's own did; it computes it as members do.
+    """
 
     expert: int
     owner: int
     members: tuple[int, ...]
+    tokens: int = 0
+    at_home: bool = False
+
+    @property
+    def computed_by(self) -> tuple[int, ...]:
+        """The ranks that have tokens for it, ascending."""
+        return tuple(sorted((*self.members, self.owner))) if self.at_home else self.members
 
     def involves(self, rank: int) -> bool:
         """Whether ``rank`` sends or receives."""
@@ -119,17 +133,17 @@ class Plan:
 
     @cached_property
     def pairs_PP(self) -> np.ndarray:
-        """(row, expert) pairs from each rank to each; a rank's own tokens reach its experts as rows in any case."""
+        """(row, expert) pairs from each rank to each; experts whose pages travel get none."""
         ranks = self.demand.ranks
         result = np.zeros((ranks, ranks), dtype=np.int64)
-        own_PE = self.owners_E[None, :] == np.arange(ranks)[:, None]
-        travelling = np.where(self.paged_E[None, :] & ~own_PE, 0, self.demand.counts_PE)
+        travelling = np.where(self.paged_E[None, :], 0, self.demand.counts_PE)
         np.add.at(result.T, self.owners_E, travelling.T)
         return result
 
-    def keeps_token_rows(self, rank: int) -> np.ndarray:
-        """``[E]``: the experts that tokens of ``rank`` reach as rows."""
-        mask: np.ndarray = ~self.paged_E | (self.owners_E == rank)
+    @cached_property
+    def keeps_token_rows(self) -> np.ndarray:
+        """``[E]``: the experts that tokens reach as rows."""
+        mask: np.ndarray = ~self.paged_E
         return mask
 
     def batches(self) -> tuple[tuple[PageMove, ...], ...]:
@@ -166,7 +180,8 @@ def make_plan(demand: Demand, groups: ExpertGroups, costs: TravelCosts, move: Mo
         owner = int(owners_E[expert])
         members = tuple(p for p in groups.members[expert] if p != owner)
         if members:
-            moves.append(PageMove(expert, owner, members))
+            counts_P = demand.counts_PE[:, expert]
+            moves.append(PageMove(expert, owner, members, int(counts_P.sum()), bool(counts_P[owner])))
     return Plan(demand, groups, tuple(moves))
 
 

@@ -14,6 +14,7 @@ A bandwidth is what one rank may send (and receive at the same time) over links 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ from megascale_omni.topology.links import LinkCosts
 _BANDWIDTHS = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*"
+
+
+MAX_RANKS = 1 << 20
+"""Ranks of a topology: more than any job has, few enough to make tables of."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,10 @@ class Topology:
         if not hosts or len(set(hosts)) != len(hosts):
             raise ValueError(f"topology nodes={hosts} must be one or more hosts, none twice")
         for level in self.levels:
-            if not level.bandwidth > 0 or not level.latency_seconds >= 0:
+            if not 0 < level.bandwidth < math.inf or not 0 <= level.latency_seconds < math.inf:
                 raise ValueError(
                     f"topology level {level.name}: bandwidth={level.bandwidth:g} must be above 0 and "
-                    f"latency={level.latency_seconds:g} not below"
+                    f"latency={level.latency_seconds:g} not below, both finite"
                 )
         for node in self.nodes:
             if node.ranks < 1:
@@ -79,6 +84,8 @@ class Topology:
                 raise ValueError(
                     f"topology node {node.host}: in={dict(node.units)} must say which unit of {names[1:-1]} it is in"
                 )
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(f"topology of {self.num_ranks} ranks: {MAX_RANKS} are the most that can be looked at")
 
     @property
     def num_ranks(self) -> int:
@@ -169,6 +176,8 @@ class Topology:
         cls, ranks: int, *, per_node: int = 8, per_rack: int = 8, levels: Sequence[Level] | None = None
     ) -> Topology:
         """``ranks`` ranks in nodes of ``per_node``, ``per_rack`` nodes a rack (the last of each may be short)."""
+        if not 1 <= ranks <= MAX_RANKS:
+            raise ValueError(f"topology of {ranks} ranks: choose 1 to {MAX_RANKS}")
         sizes = [per_node] * (ranks // per_node) + ([ranks % per_node] if ranks % per_node else [])
         nodes = [Node(f"node{i}", size, {"rack": f"rack{i // per_rack}"}) for i, size in enumerate(sizes)]
         return cls(tuple(levels or DEFAULT_LEVELS), tuple(nodes))

@@ -43,11 +43,22 @@ class Placement:
         if not self.modules:
             raise ValueError("a placement needs at least one module, or default")
         for name, slots in self.modules.items():
+            if name != DEFAULT and not (name.isdecimal() and int(name) >= 1):
+                raise ValueError(f"placement of {name!r}: give the number of a layer, from 1, or {DEFAULT}")
             check_slots(slots, f"placement of {name}")
 
     def of_layer(self, number: int | None) -> Slots | None:
         """The slots of a layer; None where the file says nothing of it."""
         return self.modules.get(str(number), self.modules.get(DEFAULT))
+
+    def check_layers(self, layers: int) -> None:
+        """Raises ValueError where there is something of a layer that a model of ``layers`` layers does not have."""
+        beyond = sorted(int(name) for name in self.modules if name != DEFAULT and int(name) > layers)
+        if beyond:
+            raise ValueError(
+                f"the placement has layers {beyond}, the model has {layers}: it was planned for another model; "
+                "plan one for this with `megascale topology plan`"
+            )
 
     @property
     def digest(self) -> int:
@@ -62,14 +73,22 @@ class Placement:
         if not isinstance(modules, Mapping):
             raise ValueError(f"placement file {path} has no mapping experts_of_ranks; see `megascale topology plan`")
         try:
-            return cls({str(k): tuple(tuple(int(e) for e in rank) for rank in v) for k, v in modules.items()})
-        except (TypeError, ValueError) as error:
+            return cls({str(name): _slots_of(ranks, f"placement of {name}") for name, ranks in modules.items()})
+        except ValueError as error:
             raise ValueError(f"placement file {path}: {error}") from error
 
     def write(self, path: str | Path, **more: object) -> None:
         """The file that a run reads; ``more``: what else is to be known of it."""
         modules = {name: [list(rank) for rank in slots] for name, slots in self.modules.items()}
         write_mapping(path, {"experts_of_ranks": modules, **more})
+
+
+def _slots_of(ranks: object, what: str) -> Slots:
+    """From what a file holds. Raises ValueError unless it is a list of lists of whole numbers."""
+    rows = [row if isinstance(row, list) else [None] for row in ranks] if isinstance(ranks, list) else [[None]]
+    if not all(type(expert) is int for row in rows for expert in row):
+        raise ValueError(f"{what}: {ranks!r} must be a list of experts' numbers for each rank, e.g. [[0, 2], [1, 3]]")
+    return tuple(tuple(row) for row in rows)
 
 
 def check_slots(slots: Slots, what: str) -> None:

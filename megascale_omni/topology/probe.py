@@ -25,8 +25,13 @@ def probe(
     gets the figures of the next narrower one. A collective.
 
     Raises:
-        ValueError: ranks of one host that are not numbered one after the other, or ranks that name other levels.
+        ValueError: one rank only, ranks of one host that are not numbered one after the other, or ranks that name other
+            levels.
     """
+    if dist.get_world_size() == 1:
+        raise ValueError(
+            "one rank has no links to measure; start two or more, on every machine that is to be in the file"
+        )
     rank, device = dist.get_rank(), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     told: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size()
     dist.all_gather_object(told, (host, dict(units or {})))

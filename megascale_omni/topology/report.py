@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from megascale_omni.groups.plan import PAGE_BATCH
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.placement import Placement, Slots
 from megascale_omni.topology.routing import Choices, read_record, records_of, synthetic
 from megascale_omni.topology.simulate import DISPATCHERS, LayerShape, Simulated, simulate
+
+_MOST_ENTRIES = 1 << 28
+"""Of a routing map, of what all ranks of a group chose, of what they send each other: some GiB."""
 
 
 def simulate_and_print(args: argparse.Namespace) -> int:
@@ -37,6 +41,7 @@ def simulate_job(args: argparse.Namespace) -> dict[str, object]:
             f"{ranks} ranks in groups of {size} on a topology of {topology.num_ranks}: choose a divisor "
             "(--expert-parallel), and no more ranks than there are (--ranks)"
         )
+    _check_sizes(args, size)
     choices, experts = _choices(args, size)
     width = {"bf16": 2, "fp32": 4}[args.dtype]
     shape = LayerShape(args.hidden, experts, 3 * args.ffn * args.hidden, width=width)
@@ -85,6 +90,20 @@ def _topology(args: argparse.Namespace) -> Topology:
     if not args.ranks or args.ranks < 1:
         raise ValueError(f"--ranks={args.ranks}: give a number of ranks, or a --topology")
     return Topology.uniform(args.ranks)
+
+
+def _check_sizes(args: argparse.Namespace, size: int) -> None:
+    """Raises ValueError for a layer without neurons, and for tables that no memory holds, before they are made."""
+    if min(args.hidden, args.ffn) < 1:
+        raise ValueError(f"--hidden={args.hidden}, --ffn={args.ffn}: a layer has 1 or more of each")
+    batches = -(-args.experts // PAGE_BATCH) if args.move == "pages" else 0
+    for entries, what in (
+        (args.tokens * args.experts, "--tokens x --experts"),
+        (args.tokens * args.topk * size, "--tokens x --topk x --expert-parallel"),
+        (size * size * (8 + 3 * batches), "--expert-parallel squared, for each exchange"),
+    ):
+        if entries > _MOST_ENTRIES:
+            raise ValueError(f"{what}: {entries:,} numbers are more than the {_MOST_ENTRIES:,} that fit; choose less")
 
 
 def _choices(args: argparse.Namespace, size: int) -> tuple[list[Choices], int]:

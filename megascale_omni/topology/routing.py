@@ -16,6 +16,7 @@ from typing import IO, Literal
 
 import numpy as np
 
+_RECORDS = "routing-*.bin"
 _HEADER = struct.Struct("<4sIIII")
 _MAGIC = b"MSR1"
 Synthetic = Literal["uniform", "zipf", "clusters"]
@@ -92,11 +93,17 @@ class Recorded:
 
 
 class RoutingWriter:
-    """Writes what a rank's routers choose to ``folder``, anew. Raises ValueError where that cannot be written."""
+    """Writes what a rank's routers choose to ``folder``, anew. Raises ValueError where that cannot be written.
 
-    def __init__(self, folder: str | Path, *, rank: int) -> None:
+    ``world``: of the job; what ranks beyond it left behind in an earlier one is removed.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int, world: int) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                for stale in set(Path(folder).glob(_RECORDS)) - {record_path(folder, r) for r in range(world)}:
+                    stale.unlink(missing_ok=True)
             self._file: IO[bytes] = record_path(folder, rank).open("wb")
         except OSError as error:
             raise ValueError(
@@ -137,7 +144,7 @@ def read_record(path: str | Path) -> Iterator[Recorded]:
 
 def records_of(folder: str | Path) -> list[Path]:
     """The files of a run, by rank. Raises ValueError where there are none."""
-    found = sorted(Path(folder).glob("routing-*.bin"))
+    found = sorted(Path(folder).glob(_RECORDS))
     if not found:
         raise ValueError(f"{folder} has no record of routing; train with --megascale-routing {folder}")
     return found

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from megascale_omni.groups.gossip import Discovery, gossip_rounds
-from megascale_omni.groups.plan import Demand, Move, Plan, TravelCosts, make_groups, make_plan
+from megascale_omni.groups.plan import GRADIENT_WIDTH, Demand, Move, Plan, TravelCosts, make_groups, make_plan
 from megascale_omni.groups.rows import mask_bytes
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.links import LinkCosts
@@ -43,7 +43,7 @@ class LayerShape:
     expert_numel: int
     width: int = 2
     prob_width: int = 4
-    grad_width: int = 4
+    grad_width: int = GRADIENT_WIDTH
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _kept_rows(choices: Sequence[Choices], slots: Slots, plan: Plan) -> np.ndarr
     rows = np.zeros((ranks, ranks), dtype=np.int64)
     for p, chosen in enumerate(choices):
         slot_N = slot_E[chosen.expert_N]
-        kept_N = plan.keeps_token_rows(p)[slot_N]
+        kept_N = plan.keeps_token_rows[slot_N]
         trips = np.unique(chosen.token_N[kept_N] * ranks + slot_N[kept_N] // local)
         rows[p] = np.bincount(trips % ranks, minlength=ranks)
     return rows

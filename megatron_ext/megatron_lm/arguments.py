@@ -13,6 +13,7 @@ import torch
 
 from megatron_ext import support
 from megatron_ext.arguments import add_megascale_args, config_from_args
+from megatron_ext.checkpoint_folders import check_load
 from megatron_ext.megatron_lm.hooks import MisuseError, users_mistakes, wrap
 
 PREFIX = "--megascale"
@@ -79,6 +80,8 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
     if config is not None:
         with users_mistakes():
             support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
+            if getattr(args, "load", None):
+                check_load(args.load, step=getattr(args, "ckpt_step", None))
     return result
 
 

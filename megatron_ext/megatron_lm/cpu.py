@@ -6,8 +6,9 @@ that there is nothing to repair, and named in an error where it does not.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_ext.cpu_patches.moe import reduce_over_tensor_ranks
 from megatron_ext.cpu_patches.training import send_aliases, set_all_but_step, with_adam_state
 from megatron_ext.megatron_lm.hooks import missing, wrap
 from megatron_ext.megatron_lm.imports import Hook
+from megatron_ext.megatron_lm.reword import reword
 
 
 def _jit(module: ModuleType) -> None:
@@ -77,6 +79,19 @@ def _fused_kernels(module: ModuleType) -> None:
     module.load = lambda args: None  # type: ignore[attr-defined]
 
 
+def _training(module: ModuleType) -> None:
+    """A script whose first line imports the plug-in was compiled before it: its functions name the accelerator."""
+    wrap(module, "pretrain", _with_reworded_script)
+
+
+def _with_reworded_script(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    script = sys.modules["__main__"]
+    for function in vars(script).values():
+        if isinstance(function, FunctionType) and function.__module__ == script.__name__:
+            function.__code__ = reword(function.__code__)
+    return original(*args, **kwargs)
+
+
 REPAIRS: dict[str, Hook] = {
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.random": _random,
@@ -85,5 +100,6 @@ REPAIRS: dict[str, Hook] = {
     "megatron.core.pipeline_parallel.p2p_communication": _messages,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
     "megatron.legacy.fused_kernels": _fused_kernels,
+    "megatron.training.training": _training,
 }
 """Repairs by module."""

@@ -57,7 +57,8 @@ def wrap(
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the stock function's own
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, call)
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(call) if static else call)
 
 
 def argument(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.megatron_lm import arguments, checkpointing, cpu, norms, session, standin
+from megatron_ext.megatron_lm import arguments, checkpointing, cpu, norms, session, standin, writing
 from megatron_ext.megatron_lm.imports import CheckoutFinder, Hook, checkout_root
 from megatron_ext.megatron_lm.reword import reword
 
@@ -17,6 +17,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "megatron.training.yaml_arguments": (arguments.hook_yaml,),
     "megatron.training.training": (session.hook, norms.hook),
     "megatron.training.checkpointing": (checkpointing.hook,),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": (writing.hook,),
 }
 """What MegaScale hooks into, by module of Megatron-LM."""
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megascale_omni.config import MegaScaleConfig
-from megascale_omni.experts.module import PagedExperts
-from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.experts.overview import managers, paged_experts
 from megatron_ext import patches
 from megatron_ext.arguments import config_from_args, enable_from_args
 from megatron_ext.megatron_lm.hooks import argument, wrap
@@ -28,6 +27,8 @@ class Session:
 
     config: MegaScaleConfig
     model: Sequence[torch.nn.Module] = ()
+    waits_for_saves: bool = True
+    """Training goes on when a save in stock's format is over."""
     _checkpoints: dict[str, PagedCheckpoints] = field(default_factory=dict)
 
     def checkpoints(
@@ -63,14 +64,14 @@ class Session:
         from megatron_ext.dispatcher import GroupsTokenDispatcher
 
         total: Counter[str] = Counter()
-        for manager in _managers(self.model):
+        for manager in managers(self.model):
             total.update({f"pages/{name}": count for name, count in manager.stats().items()})
         modules = [module for chunk in self.model for module in chunk.modules()]
         for module in modules:
             dispatcher = getattr(module, "token_dispatcher", None)
             if isinstance(dispatcher, GroupsTokenDispatcher):
                 total.update({f"groups/{name}": value for name, value in dispatcher.metrics().items()})
-        total["experts/modules"] = sum(isinstance(module, PagedExperts) for module in modules)
+        total["experts/modules"] = len(paged_experts(self.model))
         return {f"megascale/{name}": float(value) for name, value in sorted(total.items())}
 
 
@@ -80,11 +81,6 @@ _sessions: list[Session] = []
 def current() -> Session | None:
     """This process's session; None where the script was started without ``--megascale``, or has no model yet."""
     return _sessions[-1] if _sessions else None
-
-
-def _managers(model: Sequence[torch.nn.Module]) -> list[ExpertManager]:
-    modules = (module for chunk in model for module in chunk.modules() if isinstance(module, PagedExperts))
-    return list(dict.fromkeys(module.manager for module in modules))
 
 
 def hook(module: ModuleType) -> None:
@@ -102,7 +98,7 @@ def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # 
     if config is None:
         return original(*args, **kwargs)
     enable_from_args(options)
-    session = Session(config)
+    session = Session(config, waits_for_saves=not getattr(options, "async_save", False))
     _sessions.append(session)
     result = original(*args, **kwargs)
     session.model = result[0]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megascale_omni.experts.overview import managers
 from scripts.measuring.stepped import SteppedParameters
-from scripts.moe_trainer import paging
 
 
 def is_expert_parameter(name: str) -> bool:
@@ -54,7 +54,7 @@ def _tensors_of(parameter: torch.nn.Parameter, steppers: SteppedParameters) -> I
 
 def resident_expert_bytes(model: Sequence[torch.nn.Module], optimizer: object) -> int:
     """Bytes of this rank's resident expert state, in pages or as stock keeps it."""
-    managers = paging.managers(model)
-    if managers:
-        return sum(sum(manager.resident_bytes().values()) for manager in managers)
+    owners = managers(model)
+    if owners:
+        return sum(sum(owner.resident_bytes().values()) for owner in owners)
     return stock_expert_bytes(model, optimizer)

@@ -92,15 +92,15 @@ class TrainingRun:
 
     def totals(self) -> Totals:
         """Peaks and counters so far."""
-        from scripts.moe_trainer import paging
+        from megascale_omni.experts.overview import counters
 
-        counters = paging.counters(self._trainer.model) or {}
+        counts = counters(self._trainer.model) or {}
         return Totals(
             peak_rss_bytes=peak_resident_bytes(),
             expert_state_peak_bytes=self._expert_state_peak,
-            page_faults=counters.get("page_faults", 0),
-            bytes_read=counters.get("bytes_loaded", 0),
-            bytes_written=counters.get("bytes_written", 0),
+            page_faults=counts.get("page_faults", 0),
+            bytes_read=counts.get("bytes_loaded", 0),
+            bytes_written=counts.get("bytes_written", 0),
             peak_data_bytes=self._data_peak,
         )
 
@@ -109,9 +109,9 @@ class TrainingRun:
 
         Stock's state is as large at the end of a step, where looking at it costs no measured time.
         """
-        from scripts.moe_trainer import paging
+        from megascale_omni.experts.overview import managers
 
-        if not paging.managers(self._trainer.model):
+        if not managers(self._trainer.model):
             return
         step = self._trainer.optimizer_step
 

@@ -10,13 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes that every family has under one name or another."""
+    """Sizes that every family has under one name or another; ``groups`` of heads share keys (None: no two do)."""
 
     vocabulary: int = 64
     hidden: int = 32
     ffn: int = 48
     layers: int = 2
     heads: int = 2
+    groups: int | None = None
     experts: int = 8
     top_k: int = 2
     positions: int = 64
@@ -98,7 +99,7 @@ def _common(size: Size) -> dict[str, Any]:
         "hidden_size": size.hidden,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads,
+        "num_key_value_heads": size.groups or size.heads,
         "num_experts_per_tok": size.top_k,
         "max_position_embeddings": size.positions,
         "pad_token_id": 0,

@@ -119,7 +119,7 @@ def _sums(target: str, name: str, common: Arguments) -> Iterator[Spec]:
             f"paged_weight_gradient {name} {matrix}",
             target,
             {"left": data, "right": data, "index": None, "items": TABLE, "row_tiles": "i32", "INDEX": False}
-            | {"GRADIENT": tl.float32}
+            | {"GRADIENT": tl.float32, "ROUNDED": True}
             | common
             | part
             | _tile(tiles.weight_gradient),

@@ -1,6 +1,6 @@
 """What a save beside training costs training, by the clock on the wall.
 
-    python -m scripts.measurements.checkpoint_stall TEXT FOLDER
+    python -m scripts.measurements.checkpoint_stall TEXT FOLDER [flags of the run, as --megascale-checkpoint-cpus 1]
 
 Windows of steps with a save at their beginning and windows without one take turns in one run. A window's seconds are
 all seconds from its beginning to its end: the call that begins the save, the steps during which it is written, and the
@@ -37,12 +37,12 @@ def stall(data_path: Path, folder: Path) -> dict[str, float]:
     return result
 
 
-def _measure(data_path: str, folder: str) -> dict[str, float]:
+def _measure(data_path: str, folder: str, *more: str) -> dict[str, float]:
     from scripts.moe_trainer.arguments import parse_args
     from scripts.moe_trainer.trainer import Trainer
 
     flags = f"--yaml-cfg {ROOT / 'configs/quickstart.yaml'} --data-path {data_path} --save {folder} {_FLAGS}"
-    with Trainer(parse_args(flags.split())) as trainer:
+    with Trainer(parse_args([*flags.split(), *more])) as trainer:
 
         def window(*, saves: bool) -> tuple[float, float]:
             """Seconds of a window, and of the call that begins the save."""

@@ -54,7 +54,7 @@ class BudgetRuns:
 
     def train(self, budget: str | None, io: Io, folder: str) -> Trained:
         """A few steps and an evaluation under a device budget (None: every page resident)."""
-        from scripts.moe_trainer import paging
+        from megascale_omni.experts.overview import managers
         from scripts.moe_trainer.arguments import parse_args
         from scripts.moe_trainer.trainer import Trainer
 
@@ -69,7 +69,7 @@ class BudgetRuns:
                     result = trainer.train_step()
                     numbers += [result.loss, result.grad_norm]
                 numbers.append(trainer.evaluate())
-                evicted = sum(m.stats().get("pages_evicted", 0) for m in paging.managers(trainer.model))
+                evicted = sum(m.stats().get("pages_evicted", 0) for m in managers(trainer.model))
         return Trained(tuple(numbers), evicted)
 
 

@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megatron_ext.checkpoint_folders import check_load
+
 from .errors import LocalUsageError, UsageError
 
 if TYPE_CHECKING:
@@ -136,6 +138,14 @@ def _of_schedule(args: argparse.Namespace, name: str, value: Any) -> str:  # noq
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: str | Path, *, step: int | None) -> None:
+    """Refuse a `--load` that is a checkpoint itself, or holds some of which none is named. UsageError."""
+    try:
+        check_load(folder, step=step)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def read_common(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megatron_ext import patches
 
 from .checkpoint_checks import (
     cause,
+    check_folder,
     check_schedule,
     check_shape,
     check_tensors,
@@ -89,10 +90,11 @@ def load(trainer: "Trainer", folder: str | Path) -> None:
     """Continue `trainer` from the latest checkpoint (or `--ckpt-step`) under `folder`; without one, leave it alone.
 
     Raises:
-        UsageError: a checkpoint of another shape or layout, a damaged one, none although it was demanded. The same
-            error on every rank.
+        UsageError: a checkpoint of another shape or layout, a damaged one, none although it was demanded, or `folder`
+            is one itself. The same error on every rank.
     """
     args = trainer.args
+    trainer.distributed.agree(lambda: check_folder(folder, step=args.ckpt_step))
     iteration = args.ckpt_step
     if iteration is None:
         iteration = latest_iteration(folder)

@@ -7,7 +7,9 @@ import time
 import megatron.core
 import torch
 
-from . import paging
+from megascale_omni.experts.overview import Overview, counters
+from megascale_omni.groups.dispatch import GroupDispatcher, total_stats
+
 from .errors import UsageError
 from .metrics import (
     JsonLines,
@@ -39,15 +41,15 @@ def train(args: argparse.Namespace) -> None:
             reason = _iterate(trainer, metrics)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            counters = paging.counters(trainer.model)
-            metrics.write(event="end", reason=reason, peak_rss_bytes=peak_resident_bytes(), paging=counters)
+            moved = counters(trainer.model)
+            metrics.write(event="end", reason=reason, peak_rss_bytes=peak_resident_bytes(), paging=moved)
             raise
         metrics.write(
             event="end",
             reason=reason,
             peak_rss_bytes=_peak_over_ranks(trainer),
-            paging=paging.counters(trainer.model),
-            groups=paging.groups(trainer.model),
+            paging=counters(trainer.model),
+            groups=_groups(trainer),
         )
 
 
@@ -112,6 +114,7 @@ def _save(trainer: Trainer, metrics: Metrics) -> None:
 def _start_record(trainer: Trainer) -> dict[str, object]:
     args = trainer.args
     experts, dispatcher = experts_and_dispatcher(trainer)
+    overview = Overview.of(trainer.model)
     return {
         "event": "start",
         "argv": args.argv,
@@ -134,7 +137,7 @@ def _start_record(trainer: Trainer) -> dict[str, object]:
         "params": count_parameters(trainer.model),
         "train_samples": len(trainer.data.train),
         "tokens_per_step": args.global_batch_size * args.seq_length,
-        "paging": paging.places(trainer.model),
+        "paging": None if overview is None else overview.record(),
         "iteration": trainer.iteration,
         "rss_bytes": resident_bytes(),
     }
@@ -147,6 +150,13 @@ def experts_and_dispatcher(trainer: Trainer) -> tuple[str | None, str | None]:
             if hasattr(module, "experts") and hasattr(module, "token_dispatcher"):
                 return type(module.experts).__name__, type(module.token_dispatcher).__name__
     return None, None
+
+
+def _groups(trainer: Trainer) -> dict[str, float] | None:
+    """What the groups dispatchers of this rank did since the start; None where there are none."""
+    modules = (module for chunk in trainer.model for module in chunk.modules())
+    found = (getattr(getattr(module, "token_dispatcher", None), "core", None) for module in modules)
+    return total_stats(core.stats() for core in found if isinstance(core, GroupDispatcher))
 
 
 def _peak_over_ranks(trainer: Trainer) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 Record = Mapping[str, object]
 
@@ -147,10 +147,21 @@ def describe(record: Record, last: int) -> str:
         parts += [f"{name} {record[name]:.4g}" for name in ("grad_norm", "lr") if record.get(name) is not None]
         parts += [f"{_number(record, 'step_seconds'):.3f} s", f"{_number(record, 'tokens_per_second'):,.0f} tokens/s"]
         return " | ".join(parts) + (" | skipped" if record.get("skipped") else "")
-    told = {name: value for name, value in record.items() if name != "event" and value not in (None, [])}
+    told: dict[str, Any] = {
+        name: value for name, value in record.items() if name != "event" and value not in (None, [])
+    }
     if event == "start":
         told = {name: told[name] for name in _STARTS_WITH if name in told}
+    if isinstance(told.get("paging"), Mapping):
+        told["paging"] = _paging(told["paging"])
     return " | ".join([str(event), *(f"{name} {_readable(name, value)}" for name, value in told.items())])
+
+
+def _paging(values: Mapping[str, Any]) -> str:
+    """What is in pages (at the start), or what pages did (at the end)."""
+    from megascale_omni.experts.overview import Overview, in_words
+
+    return str(Overview.from_record(values)) if "state_bytes" in values else in_words(values)
 
 
 def _readable(name: str, value: object) -> str:

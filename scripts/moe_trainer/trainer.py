@@ -107,7 +107,7 @@ class Trainer:
     def _build(self) -> None:
         """Build model, optimizer and schedule, by the plug-in's classes where it is asked for."""
         try:
-            megatron_ext.enable_from_args(self.args)
+            megatron_ext.enable_from_args(self.args, announce=False)  # the start record says it
             self.model = build_model(self.args, self.config, self.distributed.device)
             self.optimizer = build_optimizer(self.args, self.model)
             self.scheduler = build_scheduler(self.args, self.optimizer)

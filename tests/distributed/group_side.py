@@ -15,10 +15,11 @@ LOCAL = 2
 class GroupSide:
     """Two experts a rank, and what they must compute: the same experts, all on one rank."""
 
-    def __init__(self, channel: Channel, options: GroupOptions) -> None:
+    def __init__(self, channel: Channel, options: GroupOptions, *, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(99)
-        self.whole = small_experts(num_experts=LOCAL * channel.size)
-        self.local = small_experts(num_experts=LOCAL)
+        kind = {"bias": dtype is not torch.float32, "dtype": dtype, "gradient_dtype": torch.float32}
+        self.whole = small_experts(num_experts=LOCAL * channel.size, **kind)  # type: ignore[arg-type]
+        self.local = small_experts(num_experts=LOCAL, **kind)  # type: ignore[arg-type]
         weights = self.whole.dense()
         first = channel.rank * LOCAL
         mine = {n: weights[_renamed(n, first)] for n in self.local.dense()}
@@ -31,26 +32,30 @@ class GroupSide:
         generator = torch.Generator().manual_seed(seed)
         x_Th = torch.randn(len(map_TE), HIDDEN, generator=generator)
         probs_TE = torch.rand(map_TE.shape, generator=generator)
-        ours = self._dispatched(x_Th.clone().requires_grad_(), map_TE, probs_TE.clone().requires_grad_())
-        alone = self._alone(x_Th.clone().requires_grad_(), map_TE, probs_TE.clone().requires_grad_())
+        ours = self.dispatched(x_Th.clone().requires_grad_(), map_TE, probs_TE.clone().requires_grad_())
+        alone = self.alone(x_Th.clone().requires_grad_(), map_TE, probs_TE.clone().requires_grad_())
         found = gradients(self.local)
         expected = gradients(self.whole)
         for name in expected:
             dist.all_reduce(expected[name])
         difference = {n: _worst(a, b) for n, a, b in zip(("output", "tokens", "probs"), ours, alone, strict=True)}
         for name, tensor in found.items():
-            difference[name] = _worst(tensor, expected[_renamed(name, self._first)])
+            difference[name] = _worst(tensor, expected[self.whole_name(name)])
         drop_gradients(self.local)
         drop_gradients(self.whole)
         return difference
 
-    def _dispatched(self, x: torch.Tensor, map_TE: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def whole_name(self, name: str) -> str:
+        """What one of this rank's tensors is called among all experts'."""
+        return _renamed(name, self._first)
+
+    def dispatched(self, x: torch.Tensor, map_TE: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         trip = self.dispatcher.depart(x, map_TE, probs)
         x_Nh, counts, probs_N = trip.arrive()
         output = trip.back(self.local(x_Nh, counts, probs_N))
         return _backward(output, x, probs)
 
-    def _alone(self, x: torch.Tensor, map_TE: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def alone(self, x: torch.Tensor, map_TE: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         expert_N, token_N = map_TE.t().nonzero(as_tuple=True)
         y_Nh = self.whole(x[token_N], map_TE.sum(0).tolist(), probs[token_N, expert_N])
         output = torch.zeros_like(x).index_add(0, token_N, y_Nh)
@@ -58,11 +63,15 @@ class GroupSide:
 
 
 def _backward(output: torch.Tensor, x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    weights = torch.linspace(-1.0, 1.5, max(output.numel(), 2))[: output.numel()].view_as(output)
-    (output * weights).sum().backward()
+    output.backward(gradient_of(output))
     assert x.grad is not None
     assert probs.grad is not None
     return output.detach(), x.grad, probs.grad
+
+
+def gradient_of(output: torch.Tensor) -> torch.Tensor:
+    """What comes back to an output."""
+    return torch.linspace(-1.0, 1.5, max(output.numel(), 2))[: output.numel()].view_as(output).to(output.dtype)
 
 
 def _renamed(name: str, first: int) -> str:

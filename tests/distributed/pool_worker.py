@@ -108,13 +108,19 @@ def _run(job: Job, rank: int, world: int, folder: str) -> object:
         distributed.barrier()  # a rank that fails at once must not break the others' connecting
         return function(rank, world, **job.arguments)
     finally:
-        _forget_parallel_state()
+        _forget_model()
         distributed.destroy_process_group()
         gc.collect()  # what still refers to a group keeps three threads of it alive
 
 
-def _forget_parallel_state() -> None:
-    """Megatron's groups end with the default group: who comes next must not find their names taken."""
+def _forget_model() -> None:
+    """What Megatron keeps of a model in its modules: groups end with the default group, losses of layers with a model.
+
+    Who comes next must not find names taken, nor sums for another number of layers.
+    """
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if moe_utils is not None:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()

@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.groups.pages import TravellingPages
-from tests.distributed.group_side import LOCAL, GroupSide, random_map
+from tests.distributed.group_side import LOCAL, GroupSide, gradient_of, random_map
 from tests.distributed.two_hosts import LINK_MBIT
+from tests.unit.experts.paged import drop_gradients, gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,6 +98,60 @@ def leave_while_others_exchange(rank: int, world: int) -> bool:
 
 def test_ranks_without_a_share_do_not_wait_for_those_that_exchange_pages(pools):
     assert pools[4].run(leave_while_others_exchange) == [True] * 4
+
+
+# --- experts whose pages travel ---------------------------------------------------------------------------------------
+
+
+def round_gradients(rank: int, world: int) -> tuple[float, float, int, list[int]]:
+    """bf16 weight gradients of all ranks' tokens, in pages mode and where each rank rounds its own part.
+
+    Shares of elements that differ from one product of all tokens, rounded once; rooms for visitors of two modules that
+    share a house; tokens that whoever keeps heat was told of.
+    """
+    side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages"), dtype=torch.bfloat16)
+    side.dispatcher.house.room(side.local)
+    told = np.zeros(LOCAL, dtype=np.int64)
+    routed = side.local.manager.routed
+    side.local.manager.routed = lambda module, counts: told.__iadd__(counts)  # type: ignore[method-assign, assignment]
+    x_pTh, map_pTE, probs_pTE = [], [], []
+    for p in range(world):
+        generator = torch.Generator().manual_seed(p)
+        x_pTh.append(torch.randn(30, 24, generator=generator).bfloat16())
+        map_pTE.append(random_map(30, LOCAL * world, seed=p))
+        probs_pTE.append(torch.rand(30, LOCAL * world, generator=generator))
+    side.dispatched(x_pTh[rank].requires_grad_(), map_pTE[rank], probs_pTE[rank].requires_grad_())
+    ours = gradients(side.local)
+    weights_Th = gradient_of(x_pTh[rank].detach()).repeat(world, 1)
+    expert_N, token_N = torch.cat(map_pTE).t().nonzero(as_tuple=True)
+    x_Nh, probs_N = (
+        torch.cat(x_pTh).detach()[token_N].requires_grad_(),
+        torch.cat(probs_pTE).detach()[token_N, expert_N],
+    )
+    side.whole(x_Nh, torch.cat(map_pTE).sum(0).tolist(), probs_N).backward(weights_Th[token_N])
+    once = gradients(side.whole)
+    drop_gradients(side.whole)
+    side.alone(x_pTh[rank].detach().requires_grad_(), map_pTE[rank], probs_pTE[rank].detach().requires_grad_())
+    by_part = gradients(side.whole)
+    for name in sorted(by_part):
+        dist.all_reduce(by_part[name])
+
+    def differing(found: dict[str, torch.Tensor]) -> float:
+        pairs = [(found[name], once[side.whole_name(name)]) for name in ours]
+        return sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+
+    side.local.manager.routed = routed  # type: ignore[method-assign]
+    parts = {name: by_part[side.whole_name(name)] for name in ours}
+    chosen_E = torch.cat(map_pTE).sum(0)[rank * LOCAL : (rank + 1) * LOCAL]
+    return differing(ours), differing(parts), side.dispatcher.house.num_rooms, (chosen_E.numpy() - told).tolist()
+
+
+def test_gradients_of_travelling_experts_are_rounded_once_and_their_tokens_counted(pools):
+    for ours, by_part, rooms, uncounted in pools[2].run(round_gradients):
+        assert ours < 0.02
+        assert by_part > 0.2, "there is something to tell them apart by"
+        assert rooms == 1
+        assert uncounted == [0] * LOCAL
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def train_placed(rank: int, world: int, *, path: str, kind: dict[str, Any], move
     ep = kind.pop("ep")
     fresh_parallel_state(ep=ep)
     stock = build(megascale=False, ep=ep, **kind)
-    ours = build(megascale=True, ep=ep, poison=True, groups={"placement": path, "move": move}, layer_number=3, **kind)
+    ours = build(megascale=True, ep=ep, poison=True, groups={"placement": path, "move": move}, layer_number=1, **kind)
     found: list[str] = []
     for step in range(2):
         routes = ROUTES[(rank + step) % 4]
@@ -94,7 +94,7 @@ def train_placed(rank: int, world: int, *, path: str, kind: dict[str, Any], move
 )
 def test_a_placed_layer_trains_as_stock_and_is_saved_by_global_number(pools, tmp_path, world, kind, move):
     ep = kind["ep"]
-    Placement({"3": SLOTS[ep]}).write(tmp_path / "placement.json")
+    Placement({"1": SLOTS[ep]}).write(tmp_path / "placement.json")
     answers = pools[world].run(train_placed, path=str(tmp_path / "placement.json"), kind=kind, move=move)
     stock: dict[str, torch.Tensor] = {}
     ours: dict[str, torch.Tensor] = {}
@@ -119,9 +119,11 @@ def test_placements_that_do_not_fit_are_refused_on_every_rank(pools, tmp_path):
     for rank in range(2):
         Placement({"1": SLOTS[2] if rank else in_order(4, 2)}).write(tmp_path / f"different{rank}.json")
     Placement({"default": SLOTS[4]}).write(tmp_path / "ranks.json")
+    Placement({"1": SLOTS[2], "7": SLOTS[2]}).write(tmp_path / "layers.json")
     for case, message in [
         ("different", "layer 1: ranks have read different placements; give all the same file"),
         ("ranks", "the placement of layer 1 is for 4 ranks of 1 experts, the run has 2 of 2"),
+        ("layers", "the placement has layers [7], the model has 1: it was planned for another model"),
     ]:
         for found in pools[2].run(settle_badly, folder=str(tmp_path), case=case):
             assert message in found

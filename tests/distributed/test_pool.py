@@ -71,6 +71,14 @@ def never_return_on(rank: int, world: int, stuck: int) -> int:
     return rank
 
 
+def keep_a_loss(rank: int, world: int, layers: int) -> int:
+    """Sums of losses, a layer each, as Megatron keeps them: as long as the first model was deep."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.save_to_aux_losses_tracker("loss", torch.ones(()), layer_number=layers, num_layers=layers)
+    return len(moe_utils.get_moe_layer_wise_logging_tracker()["loss"]["values"])
+
+
 def return_a_lock(rank: int, world: int) -> object:
     return threading.Lock()
 
@@ -101,6 +109,11 @@ def test_ranks_live_on_and_every_run_starts_from_the_same_seed(pool):
     assert pool.run(draw) == first == [first[0]] * 3
     assert pool.process_ids == ids
     assert len(set(ids)) == 3
+
+
+def test_a_run_finds_nothing_of_the_model_before_it(pool):
+    assert pool.run(keep_a_loss, layers=1) == [1] * 3
+    assert pool.run(keep_a_loss, layers=2) == [2] * 3
 
 
 def test_pools_of_one_size_are_one_and_start_when_used():

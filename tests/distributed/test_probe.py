@@ -38,6 +38,11 @@ def test_ranks_that_are_not_numbered_node_by_node_are_refused(pools):
     assert set(answers) == {"ranks of host a are not numbered one after the other; start them node by node"}
 
 
+def test_one_rank_alone_has_no_links(pools):
+    (answer,) = pools[1].run(probe_hosts, hosts=["a"], racks=[])
+    assert answer.startswith("one rank has no links to measure; start two or more")
+
+
 def probe_by_command(rank: int, world: int, *, path: str) -> int:
     from megascale_omni.cli import main
 

@@ -74,6 +74,16 @@ def test_what_is_refused_is_named(megatron_lm: Path, flags: tuple[str, ...], sai
     assert said in done.output
 
 
+def test_a_checkpoint_in_place_of_its_folder_is_refused(megatron_lm: Path, tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000004"
+    path.mkdir()
+    (path / "metadata.json").touch()
+    flags = [*BASE, "--megascale", "--load", str(path)]
+    done = run(megatron_lm / "pretrain_gpt.py", flags, ranks=1, tensorboard=False, timeout_seconds=240)
+    assert done.status != 0
+    assert f"give --load {tmp_path} --ckpt-step 4" in done.output
+
+
 def test_a_dense_model_is_refused_once_and_ends_all_ranks(megatron_lm: Path) -> None:
     words = list(BASE)
     start = words.index("--num-experts")

@@ -71,7 +71,9 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_is_short(document: Path) -> None:
-    limit = {"README.md": 440, "ARCHITECTURE.md": 300}.get(document.name, 270)  # the tour names every file
+    limit = {"README.md": 260, "ARCHITECTURE.md": 300, "TOUR.md": 400}.get(
+        document.name, 270
+    )  # the tour names every file
     assert len(document.read_text().splitlines()) <= limit
 
 
@@ -157,10 +159,10 @@ def test_commands_of_proof_and_measurement_name_what_there_is() -> None:
 
 
 def toured() -> set[str]:
-    """Every path of the tour, from the root of the project; a table lies in the folder named above it, if any."""
+    """Every path of the tours, from the root of the project; a table lies in the folder named above it, if any."""
     found: set[str] = set()
     folder, inside = "", False
-    for line in (ROOT / "README.md").read_text().splitlines():
+    for line in [line for d in ("README.md", "docs/TOUR.md") for line in (ROOT / d).read_text().splitlines()]:
         if line.endswith(":"):
             named = re.search(r"`(\w+/)`", line)
             folder = named[1] if named else ""

@@ -1,5 +1,6 @@
 """What the ranks of these tests do, as functions of a job (see tests/distributed/pool.py)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,30 +86,98 @@ def loaded(rank: int, world: int, *, case: Case, folder: str, optimizer_states: 
         return state
 
 
-def saved_elastic(rank: int, world: int, *, case: Case, folder: str) -> tuple[State, list[tuple[float, float | None]]]:
-    """The state of a run that has saved its third step in the project's own format, and its next two losses."""
+def saved_elastic(
+    rank: int, world: int, *, case: Case, folder: str
+) -> tuple[State, list[tuple[float, float | None]], object]:
+    """The state of a run that has saved its third step in the project's own format, its next two losses, and what
+    clipping by module had measured.
+    """
     with fresh_deepspeed():
         side = side_of(case)
         steps(side, rank, world, range(3))
         deepspeed_ext_of().save_elastic(side.engine, folder, client_state={"epoch": 7})
-        state = read_state(side.engine)
+        state, clipping = read_state(side.engine), clipping_of(side)
         after = steps(side, rank, world, range(3, 5))
         side.engine.destroy()
-        return state, after
+        return state, after, clipping
+
+
+def clipping_of(side: Side) -> object:
+    """The state of clipping by module, as text: not every number in it is equal to itself."""
+    clipping = side.engine.experts_step.clipping
+    return None if clipping is None else repr(clipping.state_dict())
 
 
 def loaded_elastic(
     rank: int, world: int, *, case: Case, folder: str
 ) -> tuple[State, list[tuple[float, float | None]], object]:
-    """The state of a run that loads it, its next two losses, and the client state and position."""
+    """The state of a run that loads it, its next two losses, and client state, position and state of clipping."""
     with fresh_deepspeed():
         side = side_of(case)
         client = deepspeed_ext_of().load_elastic(side.engine, folder)
         state = read_state(side.engine)
-        position = side.engine.global_steps
+        told = client, side.engine.global_steps, clipping_of(side)
         after = steps(side, rank, world, range(3, 5))
         side.engine.destroy()
-        return state, after, (client, position)
+        return state, after, told
+
+
+def saved_by_stock(rank: int, world: int, *, case: Case, folder: str) -> State:
+    """The state of a run of stock's that has saved its third step."""
+    with fresh_deepspeed():
+        side = Side(case, build(configuration(case.family, case.size), seed=7), megascale=False)
+        steps(side, rank, world, range(3))
+        side.engine.save_checkpoint(folder, client_state={"epoch": 7})
+        state = read_state(side.engine)
+        side.engine.destroy()
+        return state
+
+
+def loaded_universal(rank: int, world: int, *, case: Case, folder: str) -> tuple[State, object]:
+    """The state of a run of stock that loads a universal checkpoint; client state, position, place in the schedule."""
+    with fresh_deepspeed():
+        case = replace(case, extra={"checkpoint": {"load_universal": True}})
+        side = Side(case, build(configuration(case.family, case.size), seed=8), megascale=False)
+        _, client = side.engine.load_checkpoint(folder)
+        told = client["epoch"], side.engine.global_steps, side.engine.lr_scheduler.last_batch_iteration
+        state = read_state(side.engine)
+        side.engine.destroy()
+        return state, told
+
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tokens and labels."""
+
+
+def saved_by_megatron(rank: int, world: int, *, corpus: str, options: str, folder: str) -> tuple[float, Batches]:
+    """The loss of the step after the one that a Megatron run has saved, and what this rank made it of."""
+    from tests.integration.megatron_ext.runs import losses, trainer
+
+    with trainer(corpus, options, f"--save {folder}", megascale=True) as run:
+        losses(run, 3)
+        run.save()
+        run.finish_saves()
+        batches = [(batch.tokens, batch.labels) for batch in run.data.training(run.consumed_samples)]
+        return losses(run, 1)[0], batches
+
+
+def goes_on_from_megatron(
+    rank: int, world: int, *, case: Case, folder: str, batches: Batches
+) -> tuple[State, float, tuple[int, int, int], float]:
+    """State, loss, position and learning rate of a DeepSpeed run that has loaded what a Megatron run saved."""
+    with fresh_deepspeed():
+        side = side_of(case)
+        engine = side.engine
+        assert deepspeed_ext_of().load_elastic(engine, folder) == {}
+        with torch.no_grad():
+            found = [
+                torch.nn.functional.cross_entropy(engine(input_ids=tokens).logits.flatten(0, 1), labels.flatten())
+                for tokens, labels in batches
+            ]
+        position = engine.global_steps, engine.global_samples, engine.micro_steps
+        result = read_state(engine), float(torch.stack(found).mean()), position, float(engine.get_lr()[0])
+        engine.destroy()
+        return result
 
 
 def deepspeed_ext_of() -> Any:

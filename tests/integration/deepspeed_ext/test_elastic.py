@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveRequest
+from scripts.deepspeed_runs.clipping import clipping_case
 from scripts.deepspeed_runs.models import Size
 from scripts.deepspeed_runs.proof import Case
 from tests.distributed.pool import Pools, RanksRaised
@@ -23,18 +24,20 @@ def test_another_stage_and_number_of_ranks(
     pools: Pools, tmp_path: Path, world: int, stage: int, other_world: int, other_stage: int, bf16: bool
 ) -> None:
     case = replace(FEW_TOKENS, stage=stage, bf16=bf16)
-    before, _ = pools[world].run(ranks.saved_elastic, case=case, folder=str(tmp_path))[0]
+    case = clipping_case(case, alpha="auto") if bf16 else case
+    before, _, clipping = pools[world].run(ranks.saved_elastic, case=case, folder=str(tmp_path))[0]
+    assert (clipping is not None) == bf16
     other = replace(case, stage=other_stage)
     for state, _, told in pools[other_world].run(ranks.loaded_elastic, case=other, folder=str(tmp_path)):
         assert ranks.differences(before, state) == []
-        assert told == ({"epoch": 7}, 3)
+        assert told == ({"epoch": 7}, 3, clipping)
 
 
 def test_the_same_layout_goes_on_to_the_bit(pools: Pools, tmp_path: Path) -> None:
     case = replace(FEW_TOKENS, stage=3, bf16=True)
     saved = pools[2].run(ranks.saved_elastic, case=case, folder=str(tmp_path))
     loaded = pools[2].run(ranks.loaded_elastic, case=case, folder=str(tmp_path))
-    assert [losses for _, losses, _ in loaded] == [losses for _, losses in saved]
+    assert [losses for _, losses, _ in loaded] == [losses for _, losses, _ in saved]
 
 
 def test_a_checkpoint_of_another_framework_is_refused_by_every_rank(pools: Pools, tmp_path: Path) -> None:

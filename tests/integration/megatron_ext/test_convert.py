@@ -126,7 +126,7 @@ def test_what_does_not_convert_is_named(pools, corpus, tmp_path, capsys):
         return text
 
     assert "iter_0000003 exists; give another folder" in refusal(paged, stock, "--to", "torch_dist")
-    assert "has Megatron's names" in refusal(paged, str(tmp_path / "hf"), "--to", "hf")
+    assert "which a Hugging Face model has no place for" in refusal(paged, str(tmp_path / "hf"), "--to", "hf")
     data = folder / "__0_0.distcp"
     content = data.read_bytes()
     data.write_bytes(content[:1000])

@@ -114,6 +114,34 @@ def test_all_ranks_freeze_and_wake_the_same_experts_at_the_same_step(pools, corp
             assert answer["counts"]["woken"] >= 2
 
 
+def goes_on(rank: int, world: int, *, corpus: str, folder: str, options: str, frozen_first: bool) -> dict[str, Any]:
+    """Three steps in which the routers want the unloved expert, after eight without it, or after what was loaded."""
+    with preferences() as extra, trainer(corpus, MODEL, configuration(folder, rank), options, megascale=True) as run:
+        if frozen_first:
+            extra[UNLOVED] = -50.0
+            losses(run, 8)
+            run.save()
+            run.finish_saves()
+        extra[UNLOVED] = 50.0
+        found: dict[str, Any] = {"states": [decisions(keeper_of(run))], "losses": []}
+        for _ in range(3):
+            found["losses"] += losses(run, 1)
+            found["states"].append(decisions(keeper_of(run)))
+        return found
+
+
+def test_heat_goes_on_from_a_checkpoint(pools, corpus, tmp_path):
+    """What is frozen stays frozen until a token wakes it, at the same step as in the run that was not interrupted."""
+    options = f"{GATED} {ONE_CHOICE} {BUDGET} {tmp_path} --megascale-checkpoint-format paged"
+    save, load = f"--save {tmp_path}/run", f"--load {tmp_path}/run"
+    ask = {"corpus": corpus, "folder": str(tmp_path)}
+    straight = pools[2].run(goes_on, options=f"{options} {EXPERT_PARALLEL} {save}", frozen_first=True, **ask)
+    assert all(layer[UNLOVED] == 0 for layer in straight[0]["states"][0]), "frozen when it was saved"
+    assert all(layer[UNLOVED] > 0 for layer in straight[0]["states"][-1]), "woken since"
+    again = pools[2].run(goes_on, options=f"{options} {EXPERT_PARALLEL} {load}", frozen_first=False, **ask)
+    assert again == straight
+
+
 @pytest.mark.parametrize(
     ("world", "options"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -35,14 +36,18 @@ def saved_after_steps(
 
 def passed_on(
     rank: int, world: int, *, corpus: str, options: str, source: str, target: str, megascale: bool
-) -> list[float]:
-    """Loads, saves what was loaded, goes on; the losses."""
+) -> tuple[list[float], int]:
+    """Loads, saves what was loaded, goes on; the losses, and how many of the loaded tensors were joined in place."""
+    from megatron_ext import spared_copies
     from scripts.moe_trainer import checkpointing
 
-    with trainer(corpus, options, megascale=megascale) as run:
+    with (
+        trainer(corpus, options, megascale=megascale) as run,
+        patch.object(spared_copies, "in_one_piece", wraps=spared_copies.in_one_piece) as joined,
+    ):
         checkpointing.load(run, source)
         checkpointing.save(run, target)
-        return losses(run, 2)
+        return losses(run, 2), joined.call_count
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -55,7 +60,9 @@ def test_every_bit_arrives_and_stock_goes_on(pools, corpus, tmp_path, form, save
     by_stock = pools[2].run(passed_on, corpus=corpus, options=here, source=second, target=third, megascale=False)
     for one, two in ((first, second), (second, third)):
         assert different(Path(one) / "iter_0000002", Path(two) / "iter_0000002") == []
-    assert going_on[0] == pytest.approx(by_stock[0], rel=2e-4 if "bf16" in FORMS[form] else 1e-5)
+    (on, joined), (stocks, never) = going_on[0], by_stock[0]
+    assert on == pytest.approx(stocks, rel=2e-4 if "bf16" in FORMS[form] else 1e-5)
+    assert (joined > 0, never) == (True, 0), "gate and up, without copies"
 
 
 LARGE = "--hidden-size 64 --moe-ffn-hidden-size 1024 --num-experts 16 --num-layers 4 --seq-length 16"

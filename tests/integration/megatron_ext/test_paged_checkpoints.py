@@ -66,8 +66,8 @@ def moved(pools: Any, corpus: str, tmp_path, first: tuple[int, str], second: tup
 
 @pytest.mark.parametrize(
     ("second", "options"),
-    [(1, ""), (4, EP4), (2, "--pipeline-model-parallel-size 2"), (2, "")],
-    ids=["ep1", "ep4", "pp2", "dp2"],
+    [(1, ""), (4, EP4), (2, "--pipeline-model-parallel-size 2"), (4, "")],
+    ids=["ep1", "ep4", "pp2", "dp4"],
 )
 def test_ep2_dp2_loads_anywhere(pools, corpus, tmp_path, second, options):
     first = (4, EXPERT_PARALLEL)

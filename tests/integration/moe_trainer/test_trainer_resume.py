@@ -200,6 +200,13 @@ class TestRefusal:
         message = self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {folder}")
         assert "Load another one with --ckpt-step: there are 1" in message
 
+    def test_a_checkpoint_in_place_of_its_folder(self, pools: Pools, corpus: str, checkpoint: str) -> None:
+        message = self.said(pools, corpus, f"{EXPERT_PARALLEL} --load {checkpoint}/iter_0000001")
+        assert (
+            f"is a checkpoint itself, and wanted is the folder that checkpoints lie in: give --load {checkpoint} --"
+            in message
+        )
+
     def test_none_although_demanded(self, pools: Pools, corpus: str, tmp_path: Path) -> None:
         message = self.said(pools, corpus, f"--load {tmp_path} --exit-on-missing-checkpoint", world=1)
         assert "holds no checkpoint" in message

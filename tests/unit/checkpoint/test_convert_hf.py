@@ -1,7 +1,6 @@
 """Hugging Face's folders become checkpoints and checkpoints become folders, to the bit."""
 
 import re
-import shutil
 
 import pytest
 import torch
@@ -101,25 +100,23 @@ def test_what_does_not_convert_is_refused(tmp_path, capsys):
     source, target = tmp_path / "source", tmp_path / "target"
     assert "is not a folder" in refusal(capsys, source, target, "--to", "paged")
     source.mkdir()
-    assert "no checkpoint of a known format: paged, torch_dist, hf" in refusal(capsys, source, target, "--to", "paged")
-    for name, words in (
-        (
-            "global_step3/mp_rank_00_model_states.pt",
-            "DeepSpeed's own checkpoint, .* deepspeed_ext.elastic.save_elastic",
-        ),
-        ("iter_0000003/mp_rank_00_001/model_optim_rng.pt", "Megatron's old format torch: .* --ckpt-format torch_dist"),
-    ):
-        for folder in (tmp_path / "theirs", tmp_path / "theirs" / name.partition("/")[0]):
-            (tmp_path / "theirs" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "theirs" / name).touch()
-            (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("3")
-            assert re.search(words, refusal(capsys, folder, target, "--to", "paged"))
-        shutil.rmtree(tmp_path / "theirs")
+    assert "no checkpoint of a known format: paged, torch_dist, hf, deepspeed" in refusal(
+        capsys, source, target, "--to", "paged"
+    )
+    old = tmp_path / "theirs" / "iter_0000003" / "mp_rank_00_001" / "model_optim_rng.pt"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("3")
+    for folder in (tmp_path / "theirs", tmp_path / "theirs" / "iter_0000003"):
+        assert re.search(
+            "Megatron's old format torch: .* --ckpt-format torch_dist", refusal(capsys, folder, target, "--to", "paged")
+        )
     square = torch.zeros(2, 8, 8)
     save_file({"a.experts.up_proj": square, "a.experts.down_proj": square.clone()}, source / "model.safetensors")
     assert "both orientations fit; say which with --style" in refusal(capsys, source, target, "--to", "paged")
     assert "style 'sequential' is none" in refusal(capsys, source, target, "--to", "paged", "--style", "sequential")
-    assert "convert goes from paged to another format, or back" in refusal(capsys, source, target, "--to", "hf")
+    assert "is hf already" in refusal(capsys, source, target, "--to", "hf")
+    assert "convert goes from paged to another format, or back" in refusal(capsys, source, target, "--to", "deepspeed")
     save_file({"a.experts.gate_up_proj": square}, source / "model.safetensors")
     assert "a.experts has only gate_up_proj" in refusal(capsys, source, target, "--to", "paged")
     save_file({"a.experts.0.w1.weight": square[0]}, source / "model.safetensors")

@@ -86,15 +86,28 @@ def test_results_go_into_views_and_leave_their_surroundings_alone(library, form)
 
 
 @pytest.mark.parametrize("library", PRODUCTS)
-def test_a_product_adds_its_bf16_result_to_an_fp32_sum_without_rounding_the_sum(library):
+def test_weight_gradients_are_rounded_to_bf16_before_they_are_added_and_the_fp32_sum_is_not(library):
     products = make(library)
-    left, right, _ = operands("nn", 20, 6, 9, torch.bfloat16)
+    left, right, _ = operands("tn", 20, 6, 9, torch.bfloat16)
     product = torch.empty(20, 6, dtype=torch.bfloat16)
-    products.nn(left, right, out=product)
+    products.tn(left, right, out=product)
     total = torch.full((20, 6), 1000.0) + torch.rand(20, 6)
     expected = total + product.float()
-    products.nn(left, right, out=total, accumulate=True)
+    products.tn(left, right, out=total, accumulate=True)
     assert total.equal(expected)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["store", "accumulate"])
+@pytest.mark.parametrize("library", PRODUCTS)
+def test_parts_of_an_fp32_sum_are_not_rounded_to_bf16(library, accumulate):
+    products = make(library)
+    for n, m, k in SIZES:
+        for form, unrounded in (("nn", {}), ("tn", {"rounded": False})):
+            left, right, expected = operands(form, n, m, k, torch.bfloat16)
+            out = torch.randn(n, m) if accumulate else torch.full((n, m), torch.nan)
+            expected = expected + out.double() if accumulate else expected
+            getattr(products, form)(left, right, out=out, accumulate=accumulate, **unrounded)
+            assert relative_error(out, expected) <= 1e-6, (form, n, m, k)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -72,7 +72,7 @@ def test_tables_match_pairwise_and_moves_go_to_ranks_that_need_them(case, move, 
     costs = TravelCosts(1000, expert_bytes, LinkCosts.uniform(ranks))
     plan = make_plan(demand, make_groups(demand.counts_PE > 0, owners), costs, move)
     for p, m in enumerate(maps):
-        kept = torch.from_numpy(plan.keeps_token_rows(p))
+        kept = torch.from_numpy(plan.keeps_token_rows)
         assert list(send_rows(m & kept, ranks=ranks).pairs) == plan.pairs_PP[p].tolist()
     for mover in plan.moves:
         assert mover.members == tuple(
@@ -99,7 +99,7 @@ def test_the_chosen_plan_never_costs_more_than_tokens_alone(case, expert_bytes):
         rows = np.array([send_rows(m, ranks=ranks).rows for m in masks])
         return row_bytes * int(rows.sum() - np.trace(rows))
 
-    kept = [m & torch.from_numpy(plan.keeps_token_rows(p)) for p, m in enumerate(maps)]
+    kept = [m & torch.from_numpy(plan.keeps_token_rows) for m in maps]
     planned = bytes_of_rows(kept) + expert_bytes * sum(len(m.members) for m in plan.moves)
     assert planned <= bytes_of_rows(maps)
 

@@ -51,10 +51,10 @@ def fc1(x, wave, *, index=None, probs=None, pre=None, activated=None, debug=Fals
     return activated
 
 
-def weight_gradient(left, right, wave, *, index=None, gradient=torch.float32):
+def weight_gradient(left, right, wave, *, index=None, gradient=torch.float32, rounded=True):
     launch_weight_gradient(
         left=left, right=right, index=index, gradient=gradient, wave=wave, shape=SHAPE, matrix="fc1",
-        tile=INTERPRETED.weight_gradient,
+        tile=INTERPRETED.weight_gradient, rounded=rounded,
     )  # fmt: skip
 
 
@@ -91,6 +91,17 @@ def test_gradients_are_added_where_there_are_some_and_stored_where_they_are_fres
     torch.testing.assert_close(fc1_of[1], expected[1], rtol=1e-5, atol=1e-5)
     assert torch.equal(gradients[0][2 * NEURONS * HIDDEN :], before[2 * NEURONS * HIDDEN :])
     assert tail.isnan().all()
+
+
+def test_parts_of_a_gradient_that_is_rounded_elsewhere_are_not_rounded():
+    left, x = torch.randn(sum(COUNTS) * 2 * NEURONS).bfloat16(), torch.randn(21, HIDDEN).bfloat16()
+    gradients = pages(2)
+    weight_gradient(left, x, tables(pages(2, torch.bfloat16), gradients), rounded=False)
+    cut = COUNTS[0] * 2 * NEURONS
+    expected = left[cut:].view(-1, 2 * NEURONS).t().float() @ x[3:].float()
+    found = gradients[1][: 2 * NEURONS * HIDDEN].view(-1, HIDDEN)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not found.equal(found.bfloat16().float())
 
 
 def test_a_page_that_is_not_resident_is_refused_and_traps_in_the_kernel():

@@ -23,6 +23,7 @@ from tests.unit.megatron_ext.toy_checkout import FILES, toy_module, write_checko
 
 ROOT = Path(__file__).resolve().parents[3]
 MOE = ("--num-experts", "4")
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def launch(*words: object, rank: int = 0, module: bool = True) -> tuple[int, str]:
@@ -39,6 +40,7 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     assert "stock validates ['megascale']" in output, "the flag is there, and off"
     assert "enabled False" in output
     assert "stock logs 3" in output
+    assert "the script's device cpu" in output
     assert "stock saves" in output
 
 
@@ -48,6 +50,7 @@ def test_the_first_line_of_a_script_is_as_good_and_the_model_is_built_with_megas
     status, output = launch(script, *MOE, "--megascale", module=False)
     assert status == 0, output
     assert "enabled True" in output
+    assert "the script's device cpu" in output, "though it was compiled before the plug-in was imported"
     assert "stock saves" in output
     assert "at the end False" in output, "what was changed is undone when training is over"
 
@@ -186,6 +189,27 @@ def test_mistakes(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, flags:
         validated(arguments, monkeypatch, *flags)
 
 
+def test_a_checkpoint_in_place_of_its_folder(
+    arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "iter_0000004" / "metadata.json").touch()
+    flags = (*MOE, "--load", str(tmp_path / "iter_0000004"))
+    validated(arguments, monkeypatch, *flags)  # as stock, where it is stock
+    with pytest.raises(MisuseError, match=f"give --load {re.escape(str(tmp_path))} --ckpt-step 4"):
+        validated(arguments, monkeypatch, *flags, "--megascale")
+
+
+@pytest.mark.parametrize("name", ["prepare_write_data", "write_preloaded_data"])
+def test_a_writer_without_what_is_hooked_is_named(name: str) -> None:
+    changed = toy_module(WRITER)
+    delattr(changed.FileSystemWriterAsync, name)
+    with pytest.raises(RuntimeError, match=f"FileSystemWriterAsync has no '{name}', which MegaScale hooks into"):
+        hooked(changed)
+    with pytest.raises(RuntimeError, match="has no 'FileSystemWriterAsync', which MegaScale hooks into"):
+        hooked(ModuleType(WRITER))
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_nccl_without_an_accelerator(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
@@ -262,4 +286,4 @@ def test_what_was_meant(flag: str, meant: str) -> None:
 
 
 def test_the_toy_has_what_is_hooked() -> None:
-    assert {f"megatron/training/{name.rpartition('.')[2]}.py" for name in HOOKS} <= FILES.keys()
+    assert {f"{name.replace('.', '/')}.py" for name in HOOKS} <= FILES.keys()

@@ -157,7 +157,7 @@ class TestChangedStock:
         assert differences(before, stock_state()) == []
 
     def test_a_runtime_that_cannot_be_made_leaves_no_patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails(*arguments: object) -> None:
+        def fails(*_: object, **__: object) -> None:
             raise MemoryError("no device")
 
         monkeypatch.setattr(patches.Runtime, "create", fails)

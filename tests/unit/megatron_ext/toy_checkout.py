@@ -27,6 +27,7 @@ FILES = {
             parser.add_argument("--num-experts", type=int)
             parser.add_argument("--distributed-backend", default="gloo")
             parser.add_argument("--save")
+            parser.add_argument("--load")
             parser.add_argument("--yaml-cfg")
             parser.add_argument("--ckpt-format")
             return parser
@@ -54,6 +55,15 @@ FILES = {
         def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load"):
             return 0, 0
     """,
+    "megatron/core/dist_checkpointing/strategies/filesystem_async.py": """
+        class FileSystemWriterAsync:
+            def prepare_write_data(self, plan, planner):
+                pass
+
+            @staticmethod
+            def write_preloaded_data(transform_list, local_proc_idx, write_bucket, results_queue, count_queue):
+                pass
+    """,
     "megatron/training/training.py": """
         import torch
 
@@ -78,18 +88,23 @@ FILES = {
             ARGS.append(args)
             print("device", torch.zeros(1, device=torch.cuda.current_device()).device, torch.cuda.is_available())
             setup_model_and_optimizer(provider)
+            print("the script's device", provider().device)
             training_log({}, 3)
             save_checkpoint(3, [], None, None, 0)
     """,
     "pretrain_toy.py": """
         import sys
 
+        import torch
         from megatron.training import pretrain
 
         assert sys.argv[0] == __file__, (sys.argv, __file__)
 
+        def provider():
+            return torch.zeros(1, device="cuda").cuda()
+
         if __name__ == "__main__":
-            pretrain(None)
+            pretrain(provider)
             from megatron_ext import is_enabled
             print("at the end", is_enabled())
     """,
@@ -107,7 +122,7 @@ def write_checkout(root: Path, **changed: str) -> Path:
 
 def toy_module(name: str) -> ModuleType:
     """One of its modules, by name, executed without those that it imports from beside it."""
-    text = dedent(FILES[f"megatron/training/{name.rpartition('.')[2]}.py"])
+    text = dedent(FILES[f"{name.replace('.', '/')}.py"])
     lines = [line for line in text.splitlines() if not line.startswith("from .")]
     module = ModuleType(name)
     exec(compile("\n".join(lines), name, "exec"), vars(module))

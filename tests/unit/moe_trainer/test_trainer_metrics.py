@@ -69,8 +69,13 @@ class TestPlainLines:
         assert describe({**STEP, "grad_norm": None, "skipped": True}, 9).endswith("tokens/s | skipped")
 
     def test_other_records_read_well(self) -> None:
-        record = {"event": "end", "peak_rss_bytes": 3 << 20, "paging": {"pages_loaded": 1234}, "left": None, "of": []}
-        assert describe(record, 9) == "end | peak_rss_bytes 3.0 MiB | paging (pages_loaded 1,234)"
+        counts = {"pages_loaded": 1234, "bytes_loaded": 9 << 20, "page_faults": 5, "pages_evicted": 7}
+        counts |= {"bytes_written": 1 << 20, "stall_microseconds": 1_500_000}
+        record = {"event": "end", "peak_rss_bytes": 3 << 20, "paging": counts, "left": None, "of": []}
+        assert describe(record, 9) == (
+            "end | peak_rss_bytes 3.0 MiB | paging 1,234 pages came (9.0 MiB), 5 of them late, "
+            "7 left (1.0 MiB written), 1.5 s waited for pages"
+        )
         record = {"event": "validation", "of": ["A", "B"], "seconds": 0.123456789}
         assert describe(record, 9) == "validation | of A + B | seconds 0.123457"
 
@@ -85,6 +90,11 @@ class TestPlainLines:
         }
         assert describe({**record, "paging": None, "iteration": 0}, 9) == (
             "start | megascale True | world 2 | params 9 | iteration 0"
+        )
+        pages = {"layers": 2, "experts": 8, "pages": 16, "state_bytes": 64 << 20, "device_bytes": 16 << 20}
+        assert describe({**record, "paging": {**pages, "disk_path": "/d"}}, 9).endswith(
+            "paging 8 experts of 2 layers in 16 pages, 64.0 MiB with optimizer state: 16.0 MiB of it in device memory, "
+            "the rest in /d"
         )
 
 

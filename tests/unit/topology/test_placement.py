@@ -105,12 +105,22 @@ def test_files_and_what_is_refused(tmp_path):
         ("{}", "has no mapping experts_of_ranks"),
         ("experts_of_ranks: {default: [[0, 0], [1, 2]]}", "must have each expert once and as many on every rank"),
         ("experts_of_ranks: {default: [[0], [1, 2]]}", "must have each expert once and as many on every rank"),
-        ("experts_of_ranks: {default: [[a], [b]]}", "invalid literal"),
+        ("experts_of_ranks: {default: [[a], [b]]}", "must be a list of experts' numbers for each rank"),
+        ("experts_of_ranks: {default: ['01', '23']}", "must be a list of experts' numbers for each rank"),
+        ("experts_of_ranks: {default: [[0.5], [1.5]]}", "must be a list of experts' numbers for each rank"),
+        ("experts_of_ranks: {default: 3}", "must be a list of experts' numbers for each rank"),
+        ("experts_of_ranks: {layer 1: [[0], [1]]}", "give the number of a layer, from 1, or default"),
+        ("experts_of_ranks: {0: [[0], [1]]}", "give the number of a layer, from 1, or default"),
         ("experts_of_ranks: {}", "needs at least one module"),
     ]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ValueError, match="placement") as error:
             Placement.from_file(tmp_path / "bad.yaml")
         assert message in str(error.value)
+    placement.check_layers(3)
+    with pytest.raises(
+        ValueError, match=r"the placement has layers \[3\], the model has 2: it was planned for another"
+    ):
+        placement.check_layers(2)
     with pytest.raises(ValueError, match="7 experts cannot be divided among 2 ranks evenly"):
         place(np.zeros((7, 7)), ranks=2)

@@ -16,7 +16,7 @@ import megascale_omni
 from megascale_omni.cli import main
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.placement import pairs_of, place
-from megascale_omni.topology.routing import Choices, RoutingWriter, synthetic
+from megascale_omni.topology.routing import Choices, RoutingWriter, records_of, synthetic
 from megascale_omni.topology.scaling import micro_batches_of, step_seconds
 from megascale_omni.topology.simulate import LayerShape, demand_of, simulate
 
@@ -119,7 +119,7 @@ SMALL = ["--expert-parallel", "4", "--tokens", "64", "--experts", "16", "--topk"
 
 def record(folder: Path, *, ranks: int, layers: int = 2) -> None:
     for rank in range(ranks):
-        writer = RoutingWriter(folder, rank=rank)
+        writer = RoutingWriter(folder, rank=rank, world=ranks)
         for layer in range(1, layers + 1):
             for step in range(3):
                 seed = 1000 * layer + 10 * step + rank
@@ -174,6 +174,12 @@ def test_plan_show_recompile_and_simulate_work_on_each_others_files(tmp_path, ca
     assert len(moved) == 2
 
 
+def test_what_more_ranks_recorded_before_is_gone(tmp_path):
+    for ranks in (4, 2):
+        record(tmp_path, ranks=ranks, layers=1)
+        assert [path.name for path in records_of(tmp_path)] == [f"routing-{rank:05d}.bin" for rank in range(ranks)]
+
+
 def test_recompiling_from_python_gives_a_node_of_its_own():
     before = Topology.uniform(16)
     after = megascale_omni.recompile_nccl_topology(before, new_node_ip="10.0.0.7", new_node_gpu_count=8)  # type: ignore[operator]
@@ -190,6 +196,11 @@ def test_recompiling_from_python_gives_a_node_of_its_own():
         ("simulate --ranks 8 --topk 99", "--topk=99 of --experts=64"),
         ("simulate --ranks 8 --experts 60", "60 experts cannot be divided among 8 ranks evenly"),
         ("simulate --ranks 8 --expert-parallel 0", "8 ranks in groups of 0"),
+        ("simulate --ranks 9000000000", "topology of 9000000000 ranks: choose 1 to 1048576"),
+        ("simulate --ranks 8 --tokens 9000000000", "--tokens x --experts: 576,000,000,000 numbers are more than"),
+        ("simulate --ranks 65536 --expert-parallel 65536 --experts 65536 --tokens 1", "--expert-parallel squared"),
+        ("simulate --ranks 1440 --expert-parallel 1440 --experts 1440 --move pages", "--expert-parallel squared"),
+        ("simulate --ranks 8 --hidden -5", "--hidden=-5, --ffn=1536: a layer has 1 or more of each"),
         ("probe --output x.yaml", "start it with torchrun"),
         ("plan --routing nowhere --expert-parallel 2 --output x", "nowhere has no record of routing"),
         ("show nothing.yaml", "topology file nothing.yaml cannot be read"),

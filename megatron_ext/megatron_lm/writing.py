@@ -1,0 +1,51 @@
+"""Megatron-LM's writer of distributed checkpoints with ``--megascale``: no second model in memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_ext import patches
+from megatron_ext.megatron_lm import session
+from megatron_ext.megatron_lm.hooks import argument, missing, wrap
+from megatron_ext.spared_copies import WithoutData, late_bucket, with_data
+
+
+def hook(module: ModuleType) -> None:
+    """Hooks the writer in ``megatron.core.dist_checkpointing.strategies.filesystem_async``; see [Note: late copies]."""
+    writer = getattr(module, "FileSystemWriterAsync", None)
+    if writer is None:
+        raise missing(module.__name__, "FileSystemWriterAsync")
+    wrap(writer, "prepare_write_data", _plan, takes=("self", "plan", "planner"))
+    wrap(writer, "write_preloaded_data", _write, takes=("write_bucket",))
+
+
+def _waits() -> bool:
+    """Whether training waits for saves of a run with pages. Beside training a copy must be made before it goes on."""
+    running = session.current()
+    return running is not None and running.waits_for_saves
+
+
+def _plan(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    if not _waits():
+        return original(*args, **kwargs)
+    writer, plan, planner = (argument(original, name, args, kwargs) for name in ("self", "plan", "planner"))
+    result = original(writer, plan, WithoutData(planner))
+    writer.write_buckets = with_data(writer.write_buckets, planner)
+    return result
+
+
+def _write(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
+    """In the process or thread that writes a file."""
+    if not _waits():
+        return original(*args, **kwargs)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["write_bucket"] = late_bucket(bound.arguments["write_bucket"], _release)
+    return original(*bound.args, **bound.kwargs)
+
+
+def _release() -> None:
+    """Written copies of experts leave memory."""
+    patches.active_runtime().export.let_go()

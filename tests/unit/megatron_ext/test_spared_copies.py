@@ -1,0 +1,67 @@
+"""Copies that stock makes for a checkpoint: late where they are needed, none where what was loaded lies together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext import spared_copies
+from megatron_ext.spared_copies import OneByOne, WithoutData, join_in_place, with_data
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """What a factory of stock's joins parts to, once it joins in place."""
+    factory = SimpleNamespace(merge_fn=torch.cat)
+    join_in_place(factory)
+    result: torch.Tensor = factory.merge_fn(parts)
+    return result
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4,), (2, 3, 4)])
+def test_halves_of_a_tensor_are_that_tensor(shape: tuple[int, ...]) -> None:
+    memory = torch.arange(3 * torch.Size(shape).numel()).view(3 * shape[0], *shape[1:])
+    whole = memory[shape[0] : 2 * shape[0]]
+    result = joined([*whole.chunk(2)])
+    assert result.data_ptr() == whole.data_ptr()
+    assert torch.equal(result, whole)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda a: [a[3:], a[:3]],
+        lambda a: [a[:2], a[3:]],
+        lambda a: [a[:3], a[3:].clone()],
+        lambda a: [*a.t().contiguous().t().chunk(2)],
+    ],
+    ids=["other order", "gap", "elsewhere", "not contiguous"],
+)
+def test_others_are_joined_by_stock(choose) -> None:
+    parts = choose(torch.arange(30.0).view(6, 5))
+    result = joined(parts)
+    assert torch.equal(result, torch.cat(parts))
+    assert result.untyped_storage().data_ptr() not in {part.untyped_storage().data_ptr() for part in parts}
+
+
+def test_a_plan_has_no_data_and_gets_it_back_as_views() -> None:
+    whole = torch.arange(8.0)
+    planner = SimpleNamespace(resolve_data={"half": whole[:4], "whole": whole}.__getitem__)
+    assert WithoutData(planner).resolve_data("half").device.type == "meta"
+    planned = [("file", "key", ([("object", b"")], [("half", torch.empty(0)), ("whole", torch.empty(0))]))]
+    ((_, _, (objects, tensors)),) = with_data(planned, planner)
+    assert objects == [("object", b"")]
+    assert [tensor.data_ptr() for _, tensor in tensors] == [whole.data_ptr()] * 2
+
+
+def test_parts_are_copied_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spared_copies, "RELEASE_BYTES", 48)
+    whole, released = torch.zeros(8), []
+    pairs = iter(OneByOne([("first", whole[:4]), ("second", whole[4:]), ("whole", whole)], lambda: released.append(1)))
+    assert next(pairs)[1].untyped_storage().nbytes() == 16, "else all of the tensor would be written"
+    whole.fill_(1)
+    assert next(pairs)[1].sum() == 4, "not copied before its turn"
+    assert next(pairs)[1] is whole
+    assert [*pairs] == []
+    assert len(released) == 2
