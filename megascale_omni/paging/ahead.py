@@ -15,6 +15,7 @@ from megascale_omni.paging.residency import displaced_before
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import HOST, Arena
+from megascale_omni.paging.victims import Victims
 
 
 class Loads(Protocol):
@@ -40,11 +41,13 @@ class Ahead:
         *,
         flights: Flights,
         shadows: Shadows,
+        victims: Victims,
         pace: Pace,
         loader: Loads,
     ) -> None:
         self._table, self._device, self._outlook = table, device, outlook
-        self._flights, self._shadows, self._pace, self._loader = flights, shadows, pace, loader
+        self._flights, self._shadows, self._victims = flights, shadows, victims
+        self._pace, self._loader = pace, loader
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self.stuck = False
         """Whether asking has failed, and nothing happened since that could change it."""
@@ -93,6 +96,9 @@ class Ahead:
                         pages = [page for _, page in wanted]
                         uses = dict(zip(pages, self._outlook.next_use(np.array(pages)).tolist(), strict=True))
                     before, index = uses[page_id], int(self._table.class_index[page_id])
+                    if self._victims.latest_use(slot_class) <= before:
+                        self.stuck = True
+                        return
                     if number >= always:
                         if index not in held_until:
                             held_until[index] = self._held_until(index)

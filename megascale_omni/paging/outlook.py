@@ -296,6 +296,7 @@ class Outlook:
         length, now = max(1, self.forecast.length), self.forecast.time
         use = expected_use(experts, planes[0], coming, length=length, now=now, horizon=horizon)
         times = np.repeat(use, entry.num_slices) + np.arange(entry.num_pages) / entry.num_pages
+        np.minimum(times, FAR, out=times)  # where nothing is known, places say nothing either
         for plane in planes:
             start = entry.first_index * NUM_PLANES + int(plane)
             self._values[start : start + entry.num_pages * NUM_PLANES : NUM_PLANES] = times

@@ -29,7 +29,7 @@ from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.readers import copy_of
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
+from megascale_omni.paging.tiers import DEVICE, HOST, TierKind
 from megascale_omni.paging.victims import Victims
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,14 @@ class Pager:
         self.victims = Victims(table, outlook, self.shadows, flying=self.flights, keep=lambda: self._keep)
         self.pace = Pace()
         self._ahead = Ahead(
-            table, tiers.device, outlook, flights=self.flights, shadows=self.shadows, pace=self.pace, loader=self
+            table,
+            tiers.device,
+            outlook,
+            flights=self.flights,
+            shadows=self.shadows,
+            victims=self.victims,
+            pace=self.pace,
+            loader=self,
         )
         self.host = HostTier(
             table,
@@ -345,7 +352,8 @@ class Pager:
         if error is not None:
             # The page is where it was before.
             if flight.slot >= 0:
-                self._arena(flight.target).free(slot_class, flight.slot)
+                arena = self.tiers.device if flight.target is TierKind.DEVICE else self.tiers.host
+                arena.free(slot_class, flight.slot)
             if isinstance(error, PageIoError):
                 raise error
             raise RuntimeError(f"{flight.kind.value} the {self._name(page_id)} failed: {error!r}") from error
@@ -370,9 +378,6 @@ class Pager:
         self.shadows.of(slot_class).stayed(page_id)
         if flight.target is TierKind.HOST:
             self.tiers.host.free(slot_class, flight.slot)
-
-    def _arena(self, kind: TierKind) -> Arena:
-        return self.tiers.device if kind is TierKind.DEVICE else self.tiers.host
 
     def _arrived(self, page_id: int, slot: int) -> None:
         self._tensors[page_id] = self.tiers.device.tensor(self.table.slot_class(page_id), slot)

@@ -31,7 +31,7 @@ def slack_of(slots: int) -> int:
     return max(LEAST_SLACK, slots // SLACK_PART)
 
 
-SLACK_PART = 2
+SLACK_PART = 4
 LEAST_SLACK = 8
 """As many pages as are always fetched ahead."""
 

@@ -17,9 +17,10 @@ from collections.abc import Callable, Container, Iterable
 
 import numpy as np
 
+from megascale_omni.paging.forecast import FAR
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
-from megascale_omni.paging.residency import Candidates, choose_victims
+from megascale_omni.paging.residency import Candidates, choose_victims, order_of_going
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE
@@ -47,26 +48,29 @@ class _Order:
         self._newest[key[3]] = self._number
         heapq.heappush(self._heap, (key, self._number))
 
+    def first(self, may_leave: Callable[[int], bool]) -> _Key | None:
+        """The first that may leave; what stands before it is passed over for good."""
+        keys, heap, newest = self._sorted, self._heap, self._newest
+        while self._place < len(keys):
+            page_id = keys[self._place][3]
+            if page_id not in newest and may_leave(page_id):
+                break
+            self._place += 1
+        while heap and (newest[heap[0][0][3]] != heap[0][1] or not may_leave(heap[0][0][3])):
+            heapq.heappop(heap)
+        sorted_key = keys[self._place] if self._place < len(keys) else None
+        return heap[0][0] if heap and (sorted_key is None or heap[0][0] < sorted_key) else sorted_key
+
     def take(self, count: int, *, before: float, may_leave: Callable[[int], bool]) -> list[int]:
         """The first ``count`` that are needed after ``before``, in order; they are gone from here."""
         found: list[int] = []
-        keys, heap, newest = self._sorted, self._heap, self._newest
         while len(found) < count:
-            while self._place < len(keys):
-                page_id = keys[self._place][3]
-                if page_id not in newest and may_leave(page_id):
-                    break
-                self._place += 1
-            while heap and (newest[heap[0][0][3]] != heap[0][1] or not may_leave(heap[0][0][3])):
-                heapq.heappop(heap)
-            sorted_key = keys[self._place] if self._place < len(keys) else None
-            from_heap = bool(heap) and (sorted_key is None or heap[0][0] < sorted_key)
-            key = heap[0][0] if from_heap else sorted_key
+            key = self.first(may_leave)
             if key is None or -key[0] <= before:
                 break
             found.append(key[3])
-            if from_heap:
-                heapq.heappop(heap)
+            if self._heap and self._heap[0][0] is key:
+                heapq.heappop(self._heap)
             else:
                 self._place += 1
         return found
@@ -102,17 +106,23 @@ class Victims:
         """Up to ``count`` pages of a class to evict, first to go first: those of ``choose_victims``."""
         if count <= 0:
             return []
-        shadow, keep = self._shadows.of(slot_class), self._keep()
-        tier, pins, flying = self._table.tier, self._table.pins, self._flying
-
-        def may_leave(page_id: int) -> bool:
-            return tier[page_id] == DEVICE and not pins[page_id] and page_id not in flying and page_id not in keep
-
-        found = self._order(slot_class).take(count, before=before, may_leave=may_leave)
+        found = self._order(slot_class).take(count, before=before, may_leave=self._may_leave)
         self._changed += found  # who stays all the same will be asked again
+        shadow = self._shadows.of(slot_class)
         if shadow.count_held(found) > shadow.allowance:
             return choose_victims(self.snapshot(slot_class), count=count, needed_before=before)
         return found
+
+    def latest_use(self, slot_class: SlotClass) -> float:
+        """When the page of a class that would go first is needed; minus infinity where nobody may leave."""
+        key = self._order(slot_class).first(self._may_leave)
+        return -np.inf if key is None else -key[0]
+
+    def _may_leave(self, page_id: int) -> bool:
+        table = self._table
+        if table.tier[page_id] != DEVICE or table.pins[page_id]:
+            return False
+        return page_id not in self._flying and page_id not in self._keep()
 
     def snapshot(self, slot_class: SlotClass) -> Candidates:
         """All pages of a class that may leave, as they are now."""
@@ -144,7 +154,7 @@ class Victims:
         order = self._orders.get(slot_class)
         if order is None:
             ids, table = self._candidates(slot_class), self._table
-            going = np.lexsort((table.last_use[ids], table.dirty[ids], -self._outlook.next_use(ids)))
+            going = order_of_going(self._outlook.next_use(ids), table.dirty[ids], table.last_use[ids])
             order = self._orders[slot_class] = _Order(self._keys(ids[going]))
         return order
 
@@ -166,5 +176,6 @@ class Victims:
                 order.push(key)
 
     def _keys(self, ids: np.ndarray) -> list[_Key]:
-        uses, dirty = (-self._outlook.next_use(ids)).tolist(), self._table.dirty[ids].tolist()
-        return list(zip(uses, dirty, self._table.last_use[ids].tolist(), ids.tolist(), strict=True))
+        uses = self._outlook.next_use(ids)
+        dirty = (self._table.dirty[ids] & (uses < FAR)).tolist()  # as order_of_going has it
+        return list(zip((-uses).tolist(), dirty, self._table.last_use[ids].tolist(), ids.tolist(), strict=True))

@@ -65,7 +65,7 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
     for name in ("begin", "reached", "end_step", "next_use", "probable", "foresee"):
         yield outlook.Outlook, name, "policy"
     yield shadow.Shadows, "use", "policy"
-    for name in ("choose", "changed"):
+    for name in ("choose", "changed", "latest_use"):
         yield victims.Victims, name, "policy"
     yield ahead.Ahead, "_held_until", "policy"
     yield visits.Visits, "_next_visit_pages", "policy"
