@@ -77,14 +77,16 @@ class Steps:
         self._active = max(1, round(first.experts * work.active_share))
         self._planes = tuple(Plane[name.upper()] for name in first.slot_bytes)
         self._numbers: list[int] = []
+        self._made: set[int] = set()  # moments that there are
 
     def trace(self, steps: int) -> Trace:
-        """The trace of some steps, after every page but gradients was made."""
+        """The trace of some steps, after weights and their masters were made; moments come with the first step."""
         self._numbers = []
+        self._made.clear()
         generator = random.Random(self._seed)
         for module in range(len(self._model.modules)):
             for plane in self._planes:
-                if plane is not Plane.GRADIENT:
+                if plane in (Plane.WEIGHT, Plane.MASTER):
                     for page in range(self._experts * self._slices):
                         self._event(Op.CREATE, [self._id(module, page, plane)])
         for number in range(steps):
@@ -138,10 +140,14 @@ class Steps:
             self._event(Op.HOLD, gradients)
             self._event(Op.REACH, [wave[-1]])
             self._event(Op.WRITE, gradients)
+            if steps:
+                self._event(Op.WRITE, weights)
             for page in wave if steps else ():
                 ids = [self._id(module, page, plane) for plane in others]
-                self._event(Op.HOLD, ids)
-                self._event(Op.WRITE, [*ids, self._id(module, page, Plane.WEIGHT)])
+                for page_id, plane in zip(ids, others, strict=True):
+                    self._make(page_id, plane)
+                    self._event(Op.HOLD, [page_id])
+                    self._event(Op.WRITE, [page_id])
                 self._event(Op.RELEASE, ids)
             self._event(Op.RELEASE, gradients)
             if steps:
@@ -157,6 +163,8 @@ class Steps:
         before: list[int] = []
         for page in pages:
             ids = [self._id(module, page, plane) for plane in planes]
+            for page_id, plane in zip(ids, planes, strict=True):
+                self._make(page_id, plane)
             self._event(Op.HOLD, ids)
             if Plane.WEIGHT in planes:
                 self._event(Op.WRITE, ids)
@@ -167,6 +175,12 @@ class Steps:
             before = [self._id(module, page, Plane.GRADIENT)] if Plane.WEIGHT in planes else []
         if before:
             self._event(Op.DROP, before)
+
+    def _make(self, page_id: int, plane: Plane) -> None:
+        """Moments are made when they are first needed."""
+        if plane in (Plane.MOMENT1, Plane.MOMENT2) and page_id not in self._made:
+            self._made.add(page_id)
+            self._event(Op.CREATE, [page_id])
 
     def _cut(self, pages: list[int]) -> Iterator[list[int]]:
         for start in range(0, len(pages), self._batch):
