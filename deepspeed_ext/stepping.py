@@ -20,6 +20,7 @@ from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
+from megascale_omni.optimizer.rates import settle_for
 from megascale_omni.paging.planes import Plane
 
 _HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps")
@@ -70,12 +71,16 @@ class ExpertsStep:
             for plane in (Plane.MOMENT1, Plane.MOMENT2):
                 run.manager.set_plane_dtype(experts.pages, plane, torch.float32)
         run.check_budget()
+        with said_in_json():
+            choice = run.section.config.compute.optimizer_device
+            settled = settle_for(choice, modules=list(bindings), arithmetic=arithmetic)
         self.adam = PagedAdam(
             bindings.items(),
             groups=[self._settings(group) for group in optimizer.param_groups],
             arithmetic=arithmetic,
             shards=self._counted_once if sharded else PageShards(),
             max_lag=run.section.config.paging.max_lag_steps,
+            in_host=settled.in_host,
         )
         if self._completes_in_backward():
             LastGradients(self.gradients, scale=self._scale, backwards=backwards)

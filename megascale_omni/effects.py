@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from megascale_omni.config import MegaScaleConfig
+from megascale_omni.config import MegaScaleConfig, parse_budget
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,14 @@ class Need:
     remedy: str
 
 
+def _has_host_memory(config: MegaScaleConfig) -> bool:
+    """Whether pages may be in host memory behind the device's."""
+    paging = config.paging
+    if paging.device_budget is None:
+        return False
+    return paging.host_budget == "auto" or parse_budget(paging.host_budget, key="paging.host_budget").bytes_of(1) > 0
+
+
 _HEAT = tuple(f"heat.{item.name}" for item in fields(MegaScaleConfig().heat) if item.name != "enabled")
 
 NEEDS = (
@@ -36,6 +44,12 @@ NEEDS = (
         lambda config: config.paging.device_budget is not None,
         "without paging.device_budget: all pages stay in device memory",
         "add paging.device_budget (--megascale-device-budget)",
+    ),
+    Need(
+        ("compute.optimizer_device",),
+        _has_host_memory,
+        "without paging.host_budget behind a device budget: no page is ever in host memory",
+        "add paging.host_budget (--megascale-host-budget)",
     ),
     Need(
         ("distributed.move", "distributed.discovery", "distributed.group_cache"),

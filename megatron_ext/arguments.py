@@ -45,6 +45,13 @@ _DISTRIBUTED = {
 }
 """Flags and the options of the distributed section that they set."""
 
+_COMPUTE = {
+    "megascale_cpu_products": "cpu_products",
+    "megascale_backend": "backend",
+    "megascale_optimizer_device": "optimizer_device",
+}
+"""Flags and the options of the compute section that they set."""
+
 _OBSERVE = {"megascale_trace": "trace", "megascale_report": "report", "megascale_routing": "routing"}
 """Flags and what they have written down."""
 
@@ -55,7 +62,7 @@ _CLIP = {"megascale_clip": "mode", "megascale_cmsa_alpha": "alpha", "megascale_n
 _SECTIONS = {
     "paging": _PAGING,
     "distributed": _DISTRIBUTED,
-    "compute": {"megascale_cpu_products": "cpu_products", "megascale_backend": "backend"},
+    "compute": _COMPUTE,
     "heat": {"megascale_frozen": "frozen"},
     "observe": _OBSERVE,
     "clip": _CLIP,
@@ -147,6 +154,11 @@ def add_megascale_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="who computes experts (default auto: Triton kernels on an accelerator, torch elsewhere)",
     )
     group.add_argument(
+        "--megascale-optimizer-device",
+        choices=["auto", "host", "device"],
+        help="where pages whose optimizer state lies in host memory are stepped (default auto: what takes less time)",
+    )
+    group.add_argument(
         "--megascale-report", metavar="DIR", help="what happened to pages over time, with pictures at the end"
     )
     group.add_argument(
@@ -217,6 +229,7 @@ def enable_from_args(args: argparse.Namespace, *, announce: bool = True) -> Runt
     if config is None:
         return None
     support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
+    support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
     runtime = patches.enable(config, announce=announce)
     runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
     return runtime

@@ -36,6 +36,9 @@ class MegaScaleMoELayer(MoELayer):
         support.check("model", config)
         assert submodules is not None
         runtime = active_runtime()
+        graphs = support.graphs_said(config, pages_leave=runtime.config.paging.device_budget is not None)
+        if graphs is not None:
+            runtime.warn_once(graphs)
         super().__init__(
             config=config,
             submodules=dataclasses.replace(submodules, experts=_paged(submodules.experts, runtime)),

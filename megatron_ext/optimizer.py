@@ -19,6 +19,7 @@ from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic, arithmetic_for
 from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.optimizer.rates import settle_for
 from megascale_omni.paging.planes import Plane
 from megatron_ext import optimizer_groups, patches, support
 from megatron_ext.clipping import ModuleClipping, SkippingClipping
@@ -340,13 +341,16 @@ def _paged_adam(
     on_demand = patches.active_runtime().config.distributed.fetch == "demand"
     if on_demand and not config.use_distributed_optimizer:
         raise ValueError("--megascale-fetch demand needs state that is sharded; add --use-distributed-optimizer")
+    arithmetic = _arithmetic(config, dense, next((e.runtime for e in bindings), None))
+    choice = patches.active_runtime().config.compute.optimizer_device
     adam = PagedAdam(
         bindings.items(),
         groups=[optimizer_groups.without_parameters(group, config) for group in groups],
-        arithmetic=_arithmetic(config, dense, next((e.runtime for e in bindings), None)),
+        arithmetic=arithmetic,
         shards=shards,
         max_lag=next((e.runtime.config.paging.max_lag_steps for e in bindings), 0),
         on_demand=on_demand,
+        in_host=settle_for(choice, modules=list(bindings), arithmetic=arithmetic).in_host,
     )
     for experts in bindings:
         experts.adam = adam

@@ -35,9 +35,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("model", "fp16", _set, "use --bf16: paged optimizer state needs no loss scaling"),
     Refusal("model", "delay_wgrad_compute", _set, "leave it out: weight gradients go to pages in the backward"),
     Refusal("model", "overlap_moe_expert_parallel_comm", _set, "leave it out"),
-    Refusal("model", "enable_cuda_graph", _set, "leave it out"),
-    Refusal("model", "external_cuda_graph", _set, "leave it out"),
-    Refusal("model", "cuda_graph_impl", lambda v: v not in (None, "none"), "use --cuda-graph-impl none"),
+    Refusal("model", "enable_cuda_graph", _set, "use --cuda-graph-impl local --cuda-graph-scope attn"),
+    Refusal("model", "external_cuda_graph", _set, "use --cuda-graph-impl transformer_engine --cuda-graph-scope attn"),
     Refusal("model", "moe_latent_size", _set, "leave it out: latent experts are not paged"),
     Refusal("model", "use_te_activation_func", _set, "leave it out"),
     Refusal("model", "use_kitchen", _set, "leave it out"),
@@ -82,6 +81,35 @@ def check(where: str, options: object) -> None:
         if refusal.where == where and refusal.refused(value) and (value is not None):
             flag = "--" + refusal.option.replace("_", "-")
             raise ValueError(f"{flag} ({refusal.option}={value!r}) is not supported with --megascale; {refusal.remedy}")
+
+
+WITHOUT_EXPERTS = ("attn", "mamba", "mlp")
+"""Scopes of CUDA graphs that hold no part of a layer with experts: those that stock allows with any routing."""
+
+
+def graphs_said(options: object, *, pages_leave: bool) -> str | None:
+    """What is said of CUDA graphs at the start; None where there are none. See docs/SUPPORT.md.
+
+    Raises:
+        ValueError: graphs that would hold experts or what leads to them; graphs beside pages that come and go.
+    """
+    impl = getattr(options, "cuda_graph_impl", None)
+    if impl in (None, "none"):
+        return None
+    given = getattr(options, "cuda_graph_scope", None) or []
+    scopes = [getattr(s, "name", s) for s in (given.split(",") if isinstance(given, str) else given)]
+    if not scopes or not set(scopes) <= set(WITHOUT_EXPERTS):
+        raise ValueError(
+            f"--cuda-graph-impl {impl} with --cuda-graph-scope {','.join(scopes) or 'full'} is not supported with "
+            "--megascale: a graph would hold the way to the experts, whose pages depend on the routing; use "
+            "--cuda-graph-scope attn, or --cuda-graph-impl none"
+        )
+    if pages_leave:
+        raise ValueError(
+            f"--cuda-graph-impl {impl} is not supported with --megascale-device-budget: pages would be copied while "
+            "stock captures its graphs, which CUDA refuses; leave one of them out"
+        )
+    return f"CUDA graphs hold {', '.join(scopes)}; experts are computed outside of them"
 
 
 def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True) -> None:

@@ -57,7 +57,7 @@ def unpack_bf16(wire: torch.Tensor, gradients: Sequence[torch.Tensor], *, add: b
 def _launch(gradients: Sequence[torch.Tensor], wire: torch.Tensor, *, pack: bool, add: bool) -> None:
     if not gradients:
         return
-    device = same_device(gradients)
+    device = same_device("gradient", gradients)
     for gradient in gradients:
         require_flat("gradient", gradient, dtypes=(torch.float32,))
     numels = np.asarray([g.numel() for g in gradients], dtype=np.int64)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megascale_omni.kernels.interpreter import is_interpreted
+
 ALIGNMENT = 16
 """Bytes; pages begin at multiples of it, and kernels read whole 16-byte words."""
 
@@ -17,15 +19,18 @@ def require(
     dtype: torch.dtype | Sequence[torch.dtype],
     device: torch.device,
     shape: tuple[int | None, ...] | None = None,
-    aligned: bool = False,
+    least: int = 0,
+    rows: int = 0,
 ) -> None:
-    """Refuses a tensor that a kernel would misread.
+    """Refuses a tensor that a kernel would misread, or read or write past its end.
 
-    ``shape`` may leave dimensions open (None). Every tensor must be contiguous; ``aligned`` asks for ``ALIGNMENT``.
+    ``shape`` may leave dimensions open (None); ``least`` is the least number of elements, ``rows`` that of rows. Every
+    tensor must be contiguous.
 
     Raises:
         ValueError: names the tensor, what it is and what it must be.
     """
+    require_reachable(name, device)
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
@@ -39,8 +44,16 @@ def require(
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must be ({wanted})")
-    if aligned and tensor.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name}: begins at address {tensor.data_ptr():#x}, must be a multiple of {ALIGNMENT} bytes")
+    if tensor.numel() < least:
+        raise ValueError(f"{name}: {tensor.numel()} elements, the wave needs {least}")
+    if rows and tensor.shape[0] < rows:
+        raise ValueError(f"{name}: {tensor.shape[0]} rows, the wave needs {rows}")
+
+
+def require_reachable(name: str, device: torch.device) -> None:
+    """Refuses a device that kernels do not run on. Raises ValueError with the tensor's name."""
+    if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
+        raise ValueError(f"{name}: on {device}, kernels run on an accelerator (on a CPU under TRITON_INTERPRET=1 only)")
 
 
 def require_address(name: str, address: int) -> None:

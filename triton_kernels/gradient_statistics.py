@@ -97,7 +97,7 @@ def statistics_of_groups(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tens
     gradients = [gradient for group in groups for gradient in group]
     if not gradients:
         raise ValueError("groups: no gradient in any of them")
-    device, dtype = same_device(gradients), gradients[0].dtype
+    device, dtype = same_device("gradient", gradients), gradients[0].dtype
     for gradient in gradients:
         require_flat("gradient", gradient, dtypes=(dtype,) if dtype in _DTYPES else tuple(_DTYPES))
     table = np.asarray([[g.data_ptr(), g.numel()] for g in gradients], dtype=np.int64)

@@ -43,7 +43,7 @@ def page_checksums(pages: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if not pages:
         return torch.zeros(0, 2, dtype=torch.int64)
-    device = same_device(pages)
+    device = same_device("page", pages)
     table = np.zeros((len(pages), 2), dtype=np.int64)
     for number, page in enumerate(pages):
         require_flat("page", page, dtypes=(page.dtype,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def copy_pages(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor])
         raise ValueError(f"targets: {len(targets)} pages for {len(sources)} sources")
     if not sources:
         return
-    first = sources[0]
+    first, device = sources[0], same_device("page", [*sources, *targets])
     for name, pages in (("source", sources), ("target", targets)):
         for page in pages:
             require_flat(name, page, dtypes=(first.dtype,), numel=first.numel())
@@ -50,10 +51,20 @@ def copy_pages(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor])
     nbytes = first.numel() * first.element_size()
     if nbytes % 4:
         raise ValueError(f"source: {nbytes} bytes a page, must be a multiple of 4")
-    device = same_device([*sources, *targets])
+    _refuse_overlap(sources, targets, nbytes)
     table = np.asarray([[s.data_ptr(), t.data_ptr()] for s, t in zip(sources, targets, strict=True)], dtype=np.int64)
     if nbytes:
         page_copy[(len(table), triton.cdiv(nbytes // 4, BLOCK))](upload(table, device), nbytes // 4, BLOCK=BLOCK)
+
+
+def _refuse_overlap(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], nbytes: int) -> None:
+    """Programs have no order: a target that another copy reads or writes would get a mixture."""
+    spans = sorted([(t.data_ptr(), True) for t in targets] + [(s.data_ptr(), False) for s in sources])
+    for (first, one), (second, other) in pairwise(spans):
+        if (one or other) and second < first + nbytes:
+            raise ValueError(
+                f"target: the page at {second if other else first:#x} is also read or written by this call"
+            )
 
 
 def gather_pages(pages: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -130,16 +130,14 @@ def launch_activation_backward(
     Raises ValueError for a tensor that does not fit.
     """
     device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
-    require("grad_y", grad_y, dtype=floats, device=device, shape=(None, shape.hidden))
-    require("pre", pre, dtype=grad_y.dtype, device=device)
-    require("grad_pre", grad_pre, dtype=grad_y.dtype, device=device)
+    wave.require_tiles("tile", tile.m)
+    require("grad_y", grad_y, dtype=floats, device=device, shape=(None, shape.hidden), rows=wave.tokens)
+    require("pre", pre, dtype=grad_y.dtype, device=device, least=shape.wide * wave.flat)
+    require("grad_pre", grad_pre, dtype=grad_y.dtype, device=device, least=shape.wide * wave.block)
     if probs is not None:
-        require("probs", probs, dtype=floats, device=device, shape=(None,))
-    for name, tensor, needed in (("grad_pre", grad_pre, shape.wide * wave.block), ("activated", activated, wave.block)):
-        if tensor is not None:
-            require(name, tensor, dtype=grad_y.dtype, device=device)
-            if tensor.numel() < needed:
-                raise ValueError(f"{name}: {tensor.numel()} elements, the wave needs {needed}")
+        require("probs", probs, dtype=floats, device=device, shape=(None,), rows=wave.tokens)
+    if activated is not None:
+        require("activated", activated, dtype=grad_y.dtype, device=device, least=wave.block)
     n_tiles = triton.cdiv(wave.neurons, tile.n)
     if partials is not None:
         require("partials", partials, dtype=torch.float32, device=device, shape=(n_tiles, wave.rows))

@@ -122,8 +122,13 @@ def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float
         return
     for segment in segments:
         _check(segment)
-    tensors = [t for s in segments for t in (s.p, s.m, s.v, s.g, s.weight) if t is not None]
-    device = same_device(tensors)
+    if clip is not None and not isinstance(clip, float | int):
+        raise ValueError(f"clip: {type(clip).__name__}, must be a number")
+    device = same_device("p", [s.p for s in segments])
+    for segment in segments:
+        for name, tensor in (("m", segment.m), ("v", segment.v), ("g", segment.g), ("weight", segment.weight)):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"{name}: on {tensor.device}, must be on {device} like p")
     records = [record for segment in segments for record in segment.records]
     scalars = np.asarray([astuple(StepScalars.of(record)) for record in records], dtype=np.float64)
     table, first = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64), 0

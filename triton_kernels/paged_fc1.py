@@ -170,22 +170,17 @@ def launch_fc1(
 
     See :func:`paged_fc1`. Raises ValueError for a tensor that does not fit.
     """
-    require(
-        "x",
-        x,
-        dtype=(torch.float32, torch.bfloat16, torch.float16),
-        device=wave.items.device,
-        shape=(None, shape.hidden),
-    )
-    require("activated", activated, dtype=x.dtype, device=x.device)
-    if activated.numel() < wave.block:
-        raise ValueError(f"activated: {activated.numel()} elements, the wave needs {wave.block}")
+    device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
+    wave.require_tiles("tile", tile.m)
+    tokens = wave.tokens if index is None else 0
+    require("x", x, dtype=floats, device=device, shape=(None, shape.hidden), rows=tokens)
+    require("activated", activated, dtype=x.dtype, device=device, least=wave.block)
     if pre is not None:
-        require("pre", pre, dtype=x.dtype, device=x.device)
+        require("pre", pre, dtype=x.dtype, device=device, least=shape.wide * wave.flat)
     if index is not None:
-        require("index", index, dtype=(torch.int32, torch.int64), device=x.device, shape=(None,))
+        require("index", index, dtype=(torch.int32, torch.int64), device=device, shape=(None,), rows=wave.tokens)
     if probs is not None:
-        require("probs", probs, dtype=(torch.float32, torch.bfloat16, torch.float16), device=x.device, shape=(None,))
+        require("probs", probs, dtype=floats, device=device, shape=(None,), rows=wave.tokens)
     if not wave.rows:
         return
     paged_fc1[(wave.tiles.shape[0], triton.cdiv(wave.neurons, tile.n))](

@@ -97,16 +97,15 @@ def launch_slice_sum(
     Sums that do not end in this wave go to ``carried_out``, sums that began before it come from ``carried_in`` (fp32,
     rows of the expert that is cut; the two must not be one buffer). Raises ValueError for a tensor that does not fit.
     """
-    device = wave.items.device
-    require("left", left, dtype=(torch.float32, torch.bfloat16, torch.float16), device=device)
-    require("out", out, dtype=left.dtype, device=device, shape=(None, shape.hidden))
+    device, wide = wave.items.device, 1 if matrix == "down" else shape.wide
+    wave.require_tiles("tile", tile.m, of_chains=True)
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    require("left", left, dtype=floats, device=device, least=wide * wave.block)
+    require("out", out, dtype=left.dtype, device=device, shape=(None, shape.hidden), rows=wave.tokens)
     for name, carried in (("carried_in", carried_in), ("carried_out", carried_out)):
-        require(name, carried, dtype=torch.float32, device=device, shape=(None, shape.hidden))
-    if carried_in.data_ptr() == carried_out.data_ptr():
+        require(name, carried, dtype=torch.float32, device=device, shape=(None, shape.hidden), rows=wave.cut)
+    if _overlap(carried_in, carried_out):
         raise ValueError("carried_in and carried_out: one buffer; sums of two experts would meet in it")
-    wide = 1 if matrix == "down" else shape.wide
-    if left.numel() < wide * wave.block:
-        raise ValueError(f"left: {left.numel()} elements, the wave needs {wide * wave.block}")
     if not wave.rows:
         return
     paged_slice_sum[(wave.chain_tiles.shape[0], triton.cdiv(shape.hidden, tile.n))](
@@ -128,3 +127,8 @@ def launch_slice_sum(
         debug=debug,
         **tile.launch,
     )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (first, size), (second, other_size) = ((t.data_ptr(), t.numel() * t.element_size()) for t in (one, other))
+    return first < second + other_size and second < first + size

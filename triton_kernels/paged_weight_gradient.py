@@ -104,15 +104,16 @@ def launch_weight_gradient(
     before it is added. Raises ValueError for a tensor that does not fit.
     """
     device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
-    require("left", left, dtype=floats, device=device)
-    require("right", right, dtype=left.dtype, device=device, shape=(None, shape.hidden))
+    wide = 1 if matrix == "down" else shape.wide
+    require("left", left, dtype=floats, device=device, least=wide * wave.block)
+    tokens = wave.tokens if index is None else 0
+    require("right", right, dtype=left.dtype, device=device, shape=(None, shape.hidden), rows=tokens)
     if gradient not in (torch.float32, left.dtype):
         raise ValueError(f"gradient: dtype {gradient}, must be torch.float32 or {left.dtype}")
     if index is not None:
-        require("index", index, dtype=(torch.int32, torch.int64), device=device, shape=(None,))
-    wide = 1 if matrix == "down" else shape.wide
-    if left.numel() < wide * wave.block:
-        raise ValueError(f"left: {left.numel()} elements, the wave needs {wide * wave.block}")
+        require("index", index, dtype=(torch.int32, torch.int64), device=device, shape=(None,), rows=wave.tokens)
+    if wave.without_gradient is not None:
+        raise ValueError(f"gradient page of {wave.without_gradient}: address 0, the page is not resident")
     if not wave.num_items:
         return
     row_tiles = triton.cdiv(wide * wave.neurons, tile.m)

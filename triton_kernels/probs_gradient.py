@@ -46,8 +46,11 @@ def launch_probs_gradient(
 
     See :func:`probs_gradient`. Raises ValueError for a tensor that does not fit.
     """
-    require("partials", partials, dtype=torch.float32, device=wave.items.device, shape=(None, wave.rows))
-    require("out", out, dtype=torch.float32, device=wave.items.device, shape=(None,))
+    device = wave.items.device
+    wave.require_tiles("rows", rows, of_chains=True)
+    n_tiles = triton.cdiv(wave.neurons, tile.n)
+    require("partials", partials, dtype=torch.float32, device=device, shape=(n_tiles, wave.rows))
+    require("out", out, dtype=torch.float32, device=device, shape=(None,), rows=wave.tokens)
     if not wave.rows:
         return
     probs_gradient[(wave.chain_tiles.shape[0],)](

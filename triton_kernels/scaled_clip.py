@@ -48,7 +48,7 @@ def scale_groups(groups: Sequence[Sequence[torch.Tensor]], coefficients: torch.T
     gradients = [gradient for group in groups for gradient in group]
     if not gradients:
         return
-    device, dtype = same_device(gradients), gradients[0].dtype
+    device, dtype = same_device("gradient", gradients), gradients[0].dtype
     require("coefficients", coefficients, dtype=torch.float32, device=device, shape=(len(groups),))
     for gradient in gradients:
         require_flat("gradient", gradient, dtypes=(dtype,) if dtype in _DTYPES else tuple(_DTYPES))

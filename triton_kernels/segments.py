@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megascale_omni.kernels.checks import ALIGNMENT
+from megascale_omni.kernels.checks import ALIGNMENT, require_reachable
 
 
 def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -29,12 +29,14 @@ def blocks_of(numels: Sequence[int] | np.ndarray, block: int) -> np.ndarray:
     return np.stack([owner, first * block], axis=1)
 
 
-def same_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device of all tensors. Raises ValueError where they have several."""
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) != 1:
-        raise ValueError(f"tensors of one call lie on {', '.join(sorted(map(str, devices)))}, must lie on one device")
-    return devices.pop()
+def same_device(name: str, tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of all tensors. Raises ValueError, naming the first other one, where they have several."""
+    device = tensors[0].device
+    require_reachable(name, device)
+    for number, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise ValueError(f"{name} {number}: on {tensor.device}, must be on {device} like the first one")
+    return device
 
 
 def require_flat(name: str, tensor: torch.Tensor, *, dtypes: Sequence[torch.dtype], numel: int | None = None) -> None:

@@ -54,11 +54,23 @@ class WaveTables:
     neurons: int  # of the widest page
     block: int  # elements of width 1 of all blocks
     divisible: bool  # neurons of every page are multiples of 16: rows of blocks are read in whole words
+    tokens: int  # rows of N up to the last one that the wave reads or writes
+    flat: int  # elements of width 1 of the flat pre-activations, likewise
+    cut: int  # rows of the longest chain that other waves begin or end
+    item_rows: int  # rows of a tile
+    chain_rows: int  # rows of a tile of a chain
+    without_gradient: str | None  # a page that has no gradient page beside it
 
     @property
     def num_items(self) -> int:
         """Pages of the wave."""
         return self.items.shape[0]
+
+    def require_tiles(self, name: str, rows: int, *, of_chains: bool = False) -> None:
+        """Refuses a tile of other rows than the tables are made for. Raises ValueError."""
+        made = self.chain_rows if of_chains else self.item_rows
+        if rows != made:
+            raise ValueError(f"{name}: {rows} rows a tile, the wave's tables are made for {made}")
 
 
 def wave_tables(
@@ -67,16 +79,17 @@ def wave_tables(
     """Builds a wave's tables, for tiles of ``item_rows`` rows of a page and ``chain_rows`` rows of an expert.
 
     Raises:
-        ValueError: an address that is 0 or not aligned.
+        ValueError: an address that is 0 or not aligned, pages that do not ascend, sizes that cannot be.
     """
+    _check_order(items)
     table = np.zeros((len(items), ITEM_COLUMNS), dtype=np.int64)
     chains: list[list[int]] = []
     row = block = 0
     for number, item in enumerate(items):
-        require_address(f"weight page of expert {item.expert}, slice {item.slice}", item.weight_address)
+        require_address(f"weight page of {_name(item)}", item.weight_address)
         gradient = item.gradient_address
         if gradient:
-            require_address(f"gradient page of expert {item.expert}, slice {item.slice}", gradient)
+            require_address(f"gradient page of {_name(item)}", gradient)
         table[number] = (
             item.weight_address,
             item.first_row,
@@ -102,7 +115,29 @@ def wave_tables(
         neurons=max((item.neurons for item in items), default=0),
         block=block,
         divisible=all(item.neurons % 16 == 0 and item.block % 16 == 0 for item in items),
+        tokens=max((item.first_row + item.rows for item in items), default=0),
+        flat=max((item.block + item.rows * item.neurons for item in items), default=0),
+        cut=max((chain[3] for chain in chains if not (chain[4] and chain[5])), default=0),
+        item_rows=item_rows,
+        chain_rows=chain_rows,
+        without_gradient=next((_name(item) for item in items if not item.gradient_address), None),
     )
+
+
+def _name(item: WaveItem) -> str:
+    return f"expert {item.expert}, slice {item.slice}"
+
+
+def _check_order(items: Sequence[WaveItem]) -> None:
+    """Sums run over the slices of an expert in ascending order, each once."""
+    for number, item in enumerate(items):
+        if min(item.first_row, item.rows, item.block) < 0 or item.neurons < 1:
+            raise ValueError(f"items: {_name(item)} has rows, a block or neurons that cannot be: {item}")
+        if number:
+            before = items[number - 1]
+            follows = item.slice == before.slice + 1 if item.expert == before.expert else item.expert > before.expert
+            if not follows:
+                raise ValueError(f"items: {_name(item)} comes after {_name(before)}; pages of a wave must ascend")
 
 
 def _tiles(rows: np.ndarray, block_rows: int) -> np.ndarray:

@@ -106,7 +106,8 @@ class _CaughtUp:
         dtype = NAMES[weight.dtype]
         numel = (weight.end - weight.begin) // dtype.itemsize
         labels = set(page.planes)
-        if dtype is not torch.float32 and self._index.num_steps is not None:
+        stepped = self._index.modules[page.at[0]].histories != (None, None)
+        if dtype is not torch.float32 and stepped:
             labels.add("master")  # a step that is made up for makes it
         sources = {}
         for plane in STATE_PLANES:

@@ -41,7 +41,7 @@ MSRP_VECTOR_BYTES = 128
 
 
 class WriterThread:
-    """A thread that does one job after the other. ``cpus``: cores that it is bound to.
+    """A thread that does one job after the other. ``cpus``: cores that it is bound to, some of the process's own.
 
     It has the trainer's priority: it sleeps while the disk writes, and a lower one makes it wait for a core at every
     write, so that the trainer, which in the end waits for it, waits longer than the core would have been taken.
@@ -49,6 +49,11 @@ class WriterThread:
 
     def __init__(self, cpus: Iterable[int] | None = None) -> None:
         self._cpus = None if cpus is None else frozenset(cpus)
+        if self._cpus is not None and hasattr(os, "sched_getaffinity") and not self._cpus & os.sched_getaffinity(0):
+            raise ValueError(
+                f"checkpoint.cpus: the writer is to run on cores {sorted(self._cpus)}, and this process may run on "
+                f"{sorted(os.sched_getaffinity(0))} alone; give some of those (--megascale-checkpoint-cpus)"
+            )
         self._thread: ThreadPoolExecutor | None = None
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:

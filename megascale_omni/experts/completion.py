@@ -13,15 +13,17 @@ tell, pages wait. One more backward than was told would add to a gradient that h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from megascale_omni.paging.leases import Wave
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.work import PageWork
 
 if TYPE_CHECKING:
     from megascale_omni.experts.gradients import ExpertGradients
@@ -82,6 +84,11 @@ class PageStepper(Protocol):
 
     def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
         """Applies the coming step to a page; ``pages`` holds weight and gradient, and the planes named above."""
+        ...
+
+    @property
+    def deciding(self) -> tuple[Plane, ...]:
+        """Planes that say, where their pages lie in host memory, that a page is stepped there."""
         ...
 
     @property
@@ -150,7 +157,7 @@ class _Finisher:
                 if not stepped:
                     wave.leases[Plane.WEIGHT].mark_dirty()
                 pages = {Plane.WEIGHT: wave.leases[Plane.WEIGHT].page(*name), Plane.GRADIENT: gradients.page(*name)}
-                with leased(experts, name, self.planes) as others:
+                with leased(experts, name, self.planes, deciding=self._stepper.deciding) as others:
                     self._stepper.step_at_once(experts, name, {**pages, **others})
                 stepped.append(name)
         if stepped:
@@ -160,17 +167,22 @@ class _Finisher:
 
 
 @contextmanager
-def leased(experts: PagedExperts, name: PageName, planes: Sequence[Plane]) -> Iterator[dict[Plane, torch.Tensor]]:
-    """A page's elements in ``planes``, to be written; moments that do not exist yet are made as zeros."""
-    with ExitStack() as stack:
-        pages: dict[Plane, torch.Tensor] = {}
-        for plane in planes:
-            ids, new = experts.page_ids(plane, [name]), False
-            if plane in (Plane.MOMENT1, Plane.MOMENT2):
-                new = len(experts.manager.create_ids(experts.pages, plane, ids)) > 0
-            lease = stack.enter_context(experts.lease(plane, [name]))
-            lease.mark_dirty()
-            pages[plane] = lease.page(*name)
-            if new:
-                pages[plane].zero_()
-        yield pages
+def leased(
+    experts: PagedExperts, name: PageName, planes: Sequence[Plane], *, deciding: tuple[Plane, ...] = ()
+) -> Iterator[dict[Plane, torch.Tensor]]:
+    """A page's elements in ``planes``, to be written; moments that do not exist yet are made as zeros.
+
+    Where those of planes ``deciding`` lie in host memory, what lies there is handed out as it is.
+    """
+    manager = experts.manager
+    ids = np.concatenate([experts.page_ids(plane, [name]) for plane in planes])
+    for plane, page_id in zip(planes, ids, strict=True):
+        if plane in (Plane.MOMENT1, Plane.MOMENT2):
+            for new in manager.create_ids(experts.pages, plane, np.array([page_id])).tolist():
+                manager.page_tensor(new).zero_()
+    work = PageWork(manager, ids, deciding=deciding)
+    try:
+        manager.mark_dirty(ids)
+        yield dict(zip(planes, work.tensors(), strict=True))
+    finally:
+        work.release()

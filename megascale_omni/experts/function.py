@@ -42,7 +42,7 @@ from megascale_omni.paging.layout import PageLayout
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
-from megascale_omni.schedule import Phase
+from megascale_omni.schedule import Phase, Schedule
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,16 @@ def _forward(
         call.wave(wave)
 
 
-def forward_phase(keep: bool) -> Phase:
-    """Which phase a forward call belongs to, as autograd tells: recompute runs inside a backward."""
+def forward_phase(keep: bool, schedule: Schedule) -> Phase:
+    """Which phase a forward call belongs to, as autograd tells: recompute runs inside a backward.
+
+    A forward without a graph is an evaluation, unless a training forward is announced: then it is under a checkpoint,
+    and its graph is made when it is recomputed.
+    """
     if torch._C._current_graph_task_id() != -1:
         return Phase.RECOMPUTE
-    return Phase.FORWARD if keep or torch.is_grad_enabled() else Phase.EVAL
+    trains = keep or torch.is_grad_enabled() or schedule.moment.phase is Phase.FORWARD
+    return Phase.FORWARD if trains else Phase.EVAL
 
 
 class PagedExpertsFunction(torch.autograd.Function):
@@ -122,7 +127,8 @@ class PagedExpertsFunction(torch.autograd.Function):
         numel = Blocks.numel(context.layout, x_Nh.shape[0])
         room = work.lend(numel, x.dtype) if keep else work.take("pre_activations", (numel,), x.dtype)
         flat = room[:numel]
-        _forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh, phase=forward_phase(keep))
+        phase = forward_phase(keep, context.manager.schedule)
+        _forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh, phase=phase)
         if keep:
             ctx.save_for_backward(x, probs_N, flat, index_N)  # type: ignore[arg-type]
             ctx.context, ctx.rows, ctx.room = context, rows, room  # type: ignore[attr-defined]

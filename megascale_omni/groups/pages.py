@@ -253,7 +253,7 @@ class _Travel(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         pages, y_Gh = visit.pages, torch.empty_like(x_Gh)
-        pages.announce(visit, forward_phase(keep))
+        pages.announce(visit, forward_phase(keep, pages.experts.manager.schedule))
         coming = pages.start_weights(visit.batches[0]) if visit.batches else None
         for number, batch in enumerate(visit.batches):
             assert coming is not None

@@ -6,7 +6,7 @@ has a region of weights and a region of biases, which may belong to different gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from megascale_omni.checkpoint.scratch import MakeTensors, in_memory
-from megascale_omni.experts.completion import OFF, leased
+from megascale_omni.experts.completion import OFF
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
 from megascale_omni.optimizer.coming import ComingStep
 from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History
+from megascale_omni.optimizer.state_sweeps import MOMENTS, PageStep, StateSweeps, forget_gradients
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
-from megascale_omni.paging.tiers import ABSENT
 from megascale_omni.schedule import Phase
 
 
@@ -41,7 +41,6 @@ def master_plane(experts: PagedExperts) -> Plane:
     return Plane.MASTER if Plane.MASTER in experts.pages.dtypes else Plane.WEIGHT
 
 
-MOMENTS = (Plane.MOMENT1, Plane.MOMENT2)
 DEFAULT_MAX_LAG = 100
 
 
@@ -60,7 +59,8 @@ class PagedAdam:
         ...). arithmetic: the dense optimizer's operations. shards: which pages' state this rank keeps and steps.
         max_lag: most steps a page may be behind; 0 steps every page at every step. on_demand: whether ranks fetch the
         pages that they need (see [Note: pages on demand]); otherwise sharded state is never deferred, and updated
-        weights go to every rank at each step.
+        weights go to every rank at each step. in_host: whether pages whose moments lie in host memory are stepped there
+        (see [Note: where the state lies]).
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class PagedAdam:
         shards: PageShards,
         max_lag: int = DEFAULT_MAX_LAG,
         on_demand: bool = False,
+        in_host: bool = False,
     ) -> None:
         self.bindings = dict(modules)
         self.param_groups = groups
@@ -87,9 +88,11 @@ class PagedAdam:
         self.num_steps = 0
         self.before_step: Callable[[], None] = lambda: None  # who wants to know before anything changes
         self._coming = ComingStep()
+        self._sweeps = StateSweeps(in_host=in_host)
         self._owned_names: dict[PagedExperts, set[PageName]] = {}
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
+            self._sweeps.prepare(experts.manager)
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
             waits = self.shards.size == 1 or self.fetcher is not None
@@ -146,31 +149,21 @@ class PagedAdam:
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
             stepped = [name for name in owned if present[name]]
-            before: list[PageName] = []
-            for name, pages in self._state(experts, stepped, also=(Plane.GRADIENT, *MOMENTS)):
-                self._forget_gradients(experts, before)
-                self._step_page(experts, name, pages, clip)
-                before = [name]
-            self._forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
+            step: PageStep = partial(self._step_page, experts, clip=clip)
+            self._sweeps.each(experts, stepped, step, also=(Plane.GRADIENT, *MOMENTS))
+            forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
             kept = not experts.manager.pager.can_evict
             experts.context.completion.used(gone=at_once or (bool(present.any()) and not kept))
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]
+            replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
             for names, also in ((moving, MOMENTS), (resting, ())):
-                for name, pages in self._state(experts, names, also=also):
-                    self._replay_page(experts, name, pages, up_to=self.num_steps)
+                self._sweeps.each(experts, names, replay, also=also)
             if self.fetcher is None:
                 self.sync_weights(experts)
         for index in range(len(self.param_groups)):
             self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
-
-    @staticmethod
-    def _forget_gradients(experts: PagedExperts, names: list[PageName]) -> None:
-        """Gradients that have been used: where pages leave the device they would be written to disk for nothing."""
-        if experts.manager.pager.can_evict and names:
-            ids = experts.page_ids(Plane.GRADIENT, names)
-            experts.manager.drop(ids[experts.manager.table.tier[ids] != ABSENT])
 
     # -- a step that begins in the backward ----------------------------------------------------------------------------
 
@@ -178,6 +171,11 @@ class PagedAdam:
     def is_open(self) -> bool:
         """Whether pages have been stepped at once since the last :meth:`step`, which has to complete their step."""
         return self._coming.is_open
+
+    @property
+    def deciding(self) -> tuple[Plane, ...]:
+        """See :class:`megascale_omni.experts.completion.PageStepper`."""
+        return self._sweeps.deciding
 
     def planes_at_once(self, experts: PagedExperts) -> tuple[Plane, ...] | None:
         """Planes beside weight and gradient that the step of a page works on; None for modules not stepped here."""
@@ -191,7 +189,7 @@ class PagedAdam:
         if not self._coming.is_open:
             self.before_step()
             self._coming.open(self.param_groups, step=self.num_steps + 1)
-        self._step_page(experts, name, pages, None)
+        self._sweeps.at_once(experts, name, pages, partial(self._step_page, experts, clip=None))
 
     def _last_step(self, experts: PagedExperts, name: PageName) -> int:
         return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
@@ -199,18 +197,8 @@ class PagedAdam:
     def _lag(self, experts: PagedExperts, name: PageName) -> int:
         return self.num_steps - self._last_step(experts, name)
 
-    def _state(
-        self, experts: PagedExperts, names: list[PageName], *, also: tuple[Plane, ...]
-    ) -> Iterator[tuple[PageName, dict[Plane, torch.Tensor]]]:
-        """Sweeps weights, masters and the planes ``also`` of pages, to be written; moments are made as zeros."""
-        planes = [Plane.WEIGHT, *also]
-        planes += [Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else []
-        sweep = experts.manager.sweep(experts.pages, names, planes=planes, phase=Phase.STEP, write=True, zeros=MOMENTS)
-        for name, tensors in sweep:
-            yield name, dict(zip(planes, tensors, strict=True))
-
     def _step_page(
-        self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], clip: float | None
+        self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor], *, clip: float | None
     ) -> None:
         last = self._last_step(experts, name)
         # Stock copies a narrower gradient to fp32 before it clips.
@@ -309,8 +297,7 @@ class PagedAdam:
     def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
         planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
         planes += MOMENTS if self._has_moments(experts, name) else ()
-        with leased(experts, name, planes) as pages:
-            self._replay_page(experts, name, pages, up_to=self.num_steps)
+        self._sweeps.one(experts, name, partial(self._replay_page, experts, up_to=self.num_steps), planes=planes)
 
     def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:
         return experts.manager.create_ids(experts.pages, plane, experts.page_ids(plane, [name]))

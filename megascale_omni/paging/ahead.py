@@ -96,13 +96,13 @@ class Ahead:
                         pages = [page for _, page in wanted]
                         uses = dict(zip(pages, self._outlook.next_use(np.array(pages)).tolist(), strict=True))
                     before, index = uses[page_id], int(self._table.class_index[page_id])
-                    if self._victims.latest_use(slot_class) <= before:
-                        self.stuck = True
-                        return
                     if number >= always:
                         if index not in held_until:
                             held_until[index] = self._held_until(index)
                         before = displaced_before(number, before, held_until[index], always=always)
+                    if self._victims.latest_use(slot_class) <= before:  # nobody would leave for it
+                        self.stuck = True
+                        return
                 if not loader.load(page_id, ahead=before):
                     self.stuck = True
                     return

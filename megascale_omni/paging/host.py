@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 
 from megascale_omni.paging.flights import Flight, FlightKind, Tiers
 from megascale_omni.paging.layout import SlotClass
@@ -50,6 +51,38 @@ class HostTier:
     ) -> None:
         self._table, self._tiers, self._outlook = table, tiers, outlook
         self._flights, self._counts, self._pace, self._finish, self._keep = flights, counts, pace, finish, keep
+        self._lent: Counter[int] = Counter()
+
+    # -- pages that are worked on here ---------------------------------------------------------------------------------
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """Pages that somebody works on where they lie: none of them may move or be written out."""
+        return frozenset(self._lent)
+
+    def is_lent(self, page_id: int) -> bool:
+        """Whether somebody works on a page where it lies."""
+        return page_id in self._lent
+
+    def lend(self, page_ids: np.ndarray, *, where: np.ndarray) -> dict[int, torch.Tensor]:
+        """Whole slots of those pages that lie here, to be worked on until they are given back; none of them unless all
+        pages ``where`` lie here. Waits for what is being written out of them.
+        """
+        if not len(where) or (self._table.tier[where] != HOST).any():
+            return {}
+        for page_id in page_ids.tolist():
+            if page_id in self._flights and self._flights[page_id].kind is FlightKind.SINKING:
+                self._finish(page_id)
+        if any(page_id in self._flights for page_id in where.tolist()):
+            return {}  # on its way to the device
+        here = [p for p in page_ids.tolist() if self._table.tier[p] == HOST and p not in self._flights]
+        self._lent.update(here)
+        return {p: self._tiers.host.tensor(self._table.slot_class(p), int(self._table.slot[p])) for p in here}
+
+    def take_back(self, page_ids: Iterable[int]) -> None:
+        """Ends one loan of each page."""
+        self._lent.subtract(list(page_ids))  # a mapping would count by its values
+        self._lent = +self._lent
 
     def admit(self, page_id: int) -> int | None:
         """A slot for a page that leaves the device; None: it should go on to disk."""
@@ -101,6 +134,7 @@ class HostTier:
         assert mover is not None
 
         def read() -> None:
+            self._tiers.copier.vacant(held)
             disk.read(offset, held, name=lambda: self._table.numbering.describe(page_id))
 
         future = mover.read(self._pace.reading(read))
@@ -117,7 +151,7 @@ class HostTier:
         """Pages in the host arena that are not on their way, the one needed last first."""
         table = self._table
         ids = np.nonzero((table.tier == HOST) & (table.class_index == table.index_of(slot_class)))[0]
-        busy = self._flights.keys() | self._keep()
+        busy = self._flights.keys() | self._keep() | self._lent.keys()
         if busy:
             ids = ids[~np.isin(ids, np.fromiter(busy, dtype=np.int64, count=len(busy)))]
         order = np.lexsort((table.last_use[ids], table.dirty[ids], -self._outlook.next_use(ids)))
@@ -185,6 +219,9 @@ class HostTier:
 
         Returns the bytes that went back to the system. Waits for what is written.
         """
+        if self._lent:
+            raise RuntimeError("host memory shrinks while pages in it are worked on")
+        self._tiers.copier.settle()  # a slot that is free may be read by a copy that goes on
         arena, table = self._tiers.host, self._table
         limit = arena.limit(slot_class)
         while limit is not None and arena.used(slot_class) > limit:

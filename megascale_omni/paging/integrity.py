@@ -22,7 +22,7 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
 
     slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page
     is in the device arena; no pin count is negative; a page on disk is clean and has a place there; a page on its way
-    comes from where its row says, and no lease holds it.
+    comes from where its row says, and no lease holds it; a page that is worked on in host memory lies there and stays.
     """
     for arena in (pager.tiers.device, pager.tiers.host):
         arena.check_integrity()
@@ -35,6 +35,11 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
     lost = np.nonzero((table.tier == TierKind.DISK) & (table.dirty | (table.disk_offset < 0)))[0]
     if len(lost):
         raise RuntimeError(f"{table.numbering.describe(int(lost[0]))} is on disk, but its bytes there are not current")
+    for page_id in pager.host.lent:
+        if table.tier[page_id] != TierKind.HOST or page_id in pager.flights:
+            raise RuntimeError(
+                f"{table.numbering.describe(page_id)} is worked on in host memory but {table.state(page_id).value}"
+            )
     for page_id, flight in pager.flights.items():
         kind = flight.kind
         right = {FlightKind.LEAVING: (TierKind.DEVICE,), FlightKind.SINKING: (TierKind.HOST,)}.get(kind, AWAY)

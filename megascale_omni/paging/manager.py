@@ -17,7 +17,7 @@ import torch
 
 from megascale_omni.config import Checksum
 from megascale_omni.paging.budget import Budget, share
-from megascale_omni.paging.copies import Copier, CudaCopier
+from megascale_omni.paging.copies import Copier, StreamCopier
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.flights import Tiers
 from megascale_omni.paging.heap import give_large_blocks_back
@@ -29,7 +29,9 @@ from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.observe import KeepsHeat, Observer
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
+from megascale_omni.paging.pinned import cuda_runtime
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
+from megascale_omni.paging.streams import CudaStreams
 from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
@@ -53,7 +55,7 @@ class PagingOptions:
 class ExpertManager:
     """Page table, tiers and leases of one process. Modules register through :meth:`add_module`.
 
-    ``mover`` are io threads other than the usual ones; ``poison`` is the arena's.
+    ``mover`` are io threads other than the usual ones, ``copier`` likewise; ``poison`` is the arena's.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ExpertManager:
         schedule: Schedule | None = None,
         options: PagingOptions | None = None,
         mover: Mover | None = None,
+        copier: Copier | None = None,
         poison: bool = False,
     ) -> None:
         self.options = options or PagingOptions()
@@ -71,7 +74,7 @@ class ExpertManager:
         self.table = PageTable(self.numbering)
         self.outlook = Outlook(self.numbering)
         self.arena = Arena(device=device, poison=poison)
-        self.pager = Pager(self.table, self._tiers(device, mover), self.outlook)
+        self.pager = Pager(self.table, self._tiers(device, mover, copier), self.outlook)
         self.pager.on_move = self._forget_views
         self._resize_to: tuple[Budget, Budget | None] | None = None
         self.schedule.on_step(self.outlook.end_step)
@@ -84,13 +87,13 @@ class ExpertManager:
         self._catch_up: dict[int, CatchUp] = {}
         self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
-    def _tiers(self, device: torch.device, mover: Mover | None) -> Tiers:
+    def _tiers(self, device: torch.device, mover: Mover | None, copier: Copier | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
         if path is not None and not cuda:
             give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
-        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda)
-        copier = CudaCopier(device) if cuda else Copier()
+        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime() if cuda else None)
+        copier = copier or (StreamCopier(CudaStreams(device)) if cuda else Copier())
         return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier)
 
     # -- modules -------------------------------------------------------------------------------------------------------
@@ -170,7 +173,7 @@ class ExpertManager:
             )
         check_budget(budget, class_needs(self._modules))
         self._resize_to = budget, host or (self._resize_to or (None, None))[1]
-        if not self.table.pins.any():
+        if not (self.table.pins.any() or self.pager.host.lent):
             self._apply_resize()
 
     def _apply_resize(self) -> None:
@@ -215,7 +218,8 @@ class ExpertManager:
                 self.table.pin(new[made : made + 1])  # making room for the next must not send this one away
                 made += 1
         finally:
-            self.pager.release(new[:made])
+            if made:
+                self.pager.release(new[:made])
             if made < len(new):
                 self._drop(new[:made])
         for observer in self.observers if len(new) else ():
@@ -255,6 +259,10 @@ class ExpertManager:
         if catch_up is not None:
             catch_up(module, page_ids)
 
+    def work_in_host(self, deciding: tuple[Plane, ...]) -> None:
+        """Pages whose planes ``deciding`` lie in host memory are stepped there: they are not fetched ahead."""
+        self._sweeps.visits.in_host = deciding
+
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def lease(self, module: PagedModule, plane: Plane, experts: Sequence[int]) -> Lease:
@@ -282,6 +290,7 @@ class ExpertManager:
         if self.pager.can_evict:
             start = time.perf_counter_ns()
             self.pager.ensure(page_ids)
+            self.pager.tiers.copier.acquired(map(self.pager.tensor, page_ids.tolist()))
             self.pager.counts["stall_microseconds"] += (time.perf_counter_ns() - start) // 1000
         else:
             self.pager.ensure(page_ids)
@@ -291,12 +300,8 @@ class ExpertManager:
 
     def release(self, page_ids: np.ndarray) -> None:
         """For leases: unpins. On an accelerator copies of these slots wait for the kernels issued so far."""
-        copier = self.pager.tiers.copier
-        if isinstance(copier, CudaCopier):
-            event = torch.cuda.Event()
-            event.record()
-            for page_id in page_ids.tolist():
-                copier.reads[self.pager.tensor(page_id).data_ptr()] = event
+        if self.pager.can_evict:
+            self.pager.tiers.copier.released(map(self.pager.tensor, page_ids.tolist()))
         self.pager.release(page_ids)
         for observer in self.observers:
             observer.released(page_ids)
@@ -337,13 +342,17 @@ class ExpertManager:
         phase: Phase,
         write: bool = False,
         zeros: Sequence[Plane] = (),
+        deciding: tuple[Plane, ...] = (),
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """Sweeps pages one by one: (expert, slice) and the page's elements in each of ``planes``.
 
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
-        are made, filled with zeros.
+        are made, filled with zeros. Where all pages of the planes ``deciding`` lie in host memory, those that lie there
+        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`.
         """
-        return self._sweeps.pages(module, names, planes=planes, phase=phase, write=write, zeros=zeros)
+        return self._sweeps.pages(
+            module, names, planes=planes, phase=phase, write=write, zeros=zeros, deciding=deciding
+        )
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
         """The elements of a leased page (flat). For leases; a page that no lease holds may move at any time."""

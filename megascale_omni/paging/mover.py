@@ -16,9 +16,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import Any
 
 Job = Callable[[], None]
-_Tasks = queue.SimpleQueue[tuple[Future[None], Job] | None]
+"""What a thread does. One with ``joins(job)`` and ``together(jobs)`` is made with those that wait next and join it."""
+_Task = tuple[Future[None], Job]
+_Tasks = queue.SimpleQueue[_Task | None]
 _Teams = Sequence[tuple[_Tasks, int]]
 
 EXIT_SECONDS = 5.0
@@ -126,18 +129,51 @@ class Mover:
 
 
 def _work(tasks: _Tasks, progress: _Progress) -> None:
-    """An io thread: one job after the other until there comes None."""
-    while (task := tasks.get()) is not None:
-        future, job = task
-        if future.set_running_or_notify_cancel():
-            try:
-                job()
-            except BaseException as error:  # whatever it is, the main thread must see it
-                future.set_exception(error)
-            else:
+    """An io thread: one job after the other, or some that join, until there comes None."""
+    task = tasks.get()
+    while task is not None:
+        group, following, known = _joining(task, tasks)
+        running = [(future, job) for future, job in group if future.set_running_or_notify_cancel()]
+        error = _make([job for _, job in running])
+        for future, _ in running:
+            if error is None:
                 future.set_result(None)
-        del task, future, job  # an idle thread must keep no slot alive
-        progress.one_more()
+            else:
+                future.set_exception(error)
+        ended = len(group)
+        del task, group, running, error  # an idle thread must keep no slot alive
+        for _ in range(ended):
+            progress.one_more()
+        task = following if known else tasks.get()
+        del following
+
+
+def _joining(task: _Task, tasks: _Tasks) -> tuple[list[_Task], _Task | None, bool]:
+    """A task and those next in the queue that join it; then what came after them, and whether anything did."""
+    group = [task]
+    joins = getattr(task[1], "joins", None)
+    while joins is not None:
+        try:
+            following = tasks.get_nowait()
+        except queue.Empty:
+            break
+        if following is None or not joins(following[1]):
+            return group, following, True
+        group.append(following)
+    return group, None, False
+
+
+def _make(jobs: list[Job]) -> BaseException | None:
+    """What went wrong in jobs that join; None where nothing did."""
+    try:
+        if len(jobs) == 1:
+            jobs[0]()
+        elif jobs:
+            first: Any = jobs[0]
+            first.together(jobs[1:])
+    except BaseException as error:  # whatever it is, the main thread must see it
+        return error
+    return None
 
 
 def _end(teams: _Teams, progress: _Progress, threads: Sequence[threading.Thread]) -> None:

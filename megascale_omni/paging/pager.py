@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from megascale_omni.paging.ahead import Ahead
+from megascale_omni.paging.copies import CopyJob
 from megascale_omni.paging.disk import PageIoError
 from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers, error_of
 from megascale_omni.paging.host import HostTier
@@ -96,6 +97,7 @@ class Pager:
             self.shadows.of_page(page_id).create(page_id, pinned=self._is_pinned)
         slot = self._take_slot(slot_class, wait=True)
         assert slot is not None
+        self.tiers.copier.acquired([self.tiers.device.tensor(slot_class, slot)])  # whoever was coming there is dropped
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
         self.table.dirty[page_id] = True
         self._arrived(page_id, slot)
@@ -139,8 +141,9 @@ class Pager:
             self.victims.changed(page_ids.tolist())
 
     def _bring(self, page_ids: np.ndarray) -> None:
-        self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
+        missing = [p for p in away if not self.flights.is_coming(p)] if self.flights else away
+        self.shadows.use(page_ids, here=lambda p: p not in missing, pinned=self._is_pinned)
         flying = [p for p in page_ids.tolist() if p in self.flights] if self.flights else []
         if not away and not flying:
             return
@@ -184,6 +187,7 @@ class Pager:
         self._ahead.forget()
         for page_id in list(self.flights):
             self.flights.finish(page_id)
+        self.tiers.copier.settle()
 
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
@@ -194,6 +198,7 @@ class Pager:
         table = self.table
         here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
+        self.tiers.copier.settle()  # memory that is given back is nobody's
         self.tiers.device.trim(slot_class)
 
     def send_away(self, page_ids: np.ndarray) -> None:
@@ -211,6 +216,7 @@ class Pager:
         Pages that leases hold or that are on their way stay where they are. No page changes its tier or its bytes.
         """
         device, table = self.tiers.device, self.table
+        self.tiers.copier.settle()
         ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
         still = {s for s, p in owners.items() if table.pins[p] or p in self.flights}
@@ -223,20 +229,19 @@ class Pager:
             table.shift(page_id, target)
             device.free(slot_class, source)
             self._arrived(page_id, target)
+            self.tiers.copier.released([self._tensors[page_id]])
             self.counts["pages_moved"] += 1
         return device.trim(slot_class)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def _is_here(self, page_id: int) -> bool:
-        return self.flights.is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
-
     def _is_pinned(self, page_id: int) -> bool:
         return bool(self.table.pins[page_id])
 
     def is_away(self, page_id: int) -> bool:
-        """Whether a page exists and is neither in the device arena nor on its way."""
-        return page_id not in self.flights and bool(self.table.tier[page_id] >= HOST)
+        """Whether a page exists and is neither in the device arena, nor on its way, nor worked on in host memory."""
+        away = page_id not in self.flights and bool(self.table.tier[page_id] >= HOST)
+        return away and not self.host.is_lent(page_id)
 
     def load(self, page_id: int, *, ahead: float | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
@@ -257,7 +262,9 @@ class Pager:
         assert mover is not None
         if source is TierKind.HOST:
             held = self.tiers.host.tensor(slot_class, int(self.table.slot[page_id]))
-            future = mover.read(self.pace.reading(lambda: self.tiers.copier.copy(held, target)))
+            copier = self.tiers.copier
+            copy = CopyJob(copier, (held, target), up=True)
+            future = mover.read(self.pace.reading(copy) if copier.lands else copy)
         else:
             offset, disk = int(self.table.disk_offset[page_id]), self.tiers.disk
             assert disk is not None
@@ -318,7 +325,7 @@ class Pager:
         host_slot = self.host.admit(page_id)
         if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
-            future = mover.write(lambda: self.tiers.copier.copy(source, held))
+            future = mover.write(CopyJob(self.tiers.copier, (source, held), up=False))
             self.flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
         elif self.table.dirty[page_id]:
             offset = int(self.table.disk_offset[page_id])
@@ -346,9 +353,10 @@ class Pager:
     def _land(self, page_id: int, stay: bool) -> None:
         """A flight has ended; where it was a leaving page's, it is told whether it is to ``stay``."""
         flight, self._ahead.stuck = self.flights.pop(page_id), False
-        self.victims.changed((page_id,))  # whatever has become of it
         slot_class = self.table.slot_class(page_id)
         error = error_of(flight.future)
+        if flight.kind is FlightKind.LEAVING and (stay or error is not None):
+            self.victims.changed((page_id,))
         if error is not None:
             # The page is where it was before.
             if flight.slot >= 0:
@@ -404,6 +412,8 @@ class Pager:
                 logger.error("%s the %s failed: %s", flight.kind.value, self._name(page_id), error)
         if ended:
             self.tiers.disk.close()
+            self.tiers.copier.settle()
+            self.tiers.host.release()
         else:
             # Its file descriptor may become another file's, which the thread would then write to.
             logger.error("an io thread does not end: the scratch file in %s stays open", self.tiers.disk.folder)

@@ -75,6 +75,8 @@ def copy_of(page_id: int, table: PageTable, tiers: Tiers) -> torch.Tensor:
         elif tier is TierKind.ABSENT:
             raise RuntimeError(f"{table.numbering.describe(page_id)} is copied but absent")
         else:
-            arena = tiers.device if tier is TierKind.DEVICE else tiers.host
-            copied.copy_(arena.tensor(slot_class, slot))
+            held = (tiers.device if tier is TierKind.DEVICE else tiers.host).tensor(slot_class, slot)
+            if tier is TierKind.DEVICE:
+                tiers.copier.arrived(held)
+            copied.copy_(held)
     return copied

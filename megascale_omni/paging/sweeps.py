@@ -4,51 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
-from megascale_omni.paging.leases import Lease, PagedModule, PageOwner, Wave
-from megascale_omni.paging.planes import PageKey, Plane
-from megascale_omni.paging.tiers import Arena
-from megascale_omni.paging.visits import SWEEP_AHEAD, Sweeper, Visits
+from megascale_omni.paging.leases import Lease, PagedModule, Wave
+from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
+from megascale_omni.paging.work import PageWork, wanted_here
 from megascale_omni.schedule import Phase
 
-
-class SweptPages(PageOwner, Sweeper, Protocol):
-    """What is needed of the manager."""
-
-    arena: Arena
-
-    def create_ids(self, module: PagedModule, plane: Plane, page_ids: np.ndarray) -> np.ndarray:
-        """Makes those of the pages that are absent; returns them."""
-        ...
-
-    def lease_ids(self, module: PagedModule, plane: Plane, page_ids: np.ndarray) -> Lease:
-        """A lease of pages of one module and plane."""
-        ...
-
-    def drop(self, page_ids: np.ndarray) -> None:
-        """Makes pages absent."""
-        ...
-
-    def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
-        """Brings weight pages up to date with their optimizer."""
-        ...
-
-    def key(self, page_id: int) -> PageKey:
-        """A page's name."""
-        ...
+if TYPE_CHECKING:
+    from megascale_omni.paging.manager import ExpertManager
 
 
 class Sweeps:
     """The sweeps over one manager's pages."""
 
-    def __init__(self, manager: SweptPages) -> None:
+    def __init__(self, manager: ExpertManager) -> None:
         self._manager = manager
-        self._visits = Visits(manager)
+        self.visits = Visits(manager)
 
     def waves(
         self,
@@ -67,7 +44,7 @@ class Sweeps:
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
         slices = module.entry.num_slices
         pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
-        self._visits.begin(module, phase, (*planes, *soon), pages)
+        self.visits.begin(module, phase, (*planes, *soon), pages)
         ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
         others = [module.ids_by_page(soon, batch) for batch in batches] if soon else []
@@ -81,12 +58,12 @@ class Sweeps:
                     if plane is create:
                         new = manager.create_ids(module, plane, ids[plane][number])
                     leases[plane] = manager.lease_ids(module, plane, ids[plane][number])
-                self._visits.reached(module, items[-1])
+                self.visits.reached(module, items[-1])
                 coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
                 if others:
                     after = zip(coming, islice(others, number + 1, None), strict=True)
                     coming = chain([others[number]], chain.from_iterable(after))
-                self._visits.ask(module, coming)
+                self.visits.ask(module, coming)
                 fresh = frozenset((key.expert, key.slice) for key in map(manager.key, new.tolist()))
                 yield Wave(items=items, leases=leases, fresh=fresh)
                 new = new[:0]
@@ -104,25 +81,28 @@ class Sweeps:
         phase: Phase,
         write: bool,
         zeros: Sequence[Plane],
+        deciding: tuple[Plane, ...],
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.sweep`."""
         if not names:
             return
         manager = self._manager
         pairs = np.asarray(names, dtype=np.int64)
-        self._visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
+        self.visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
         groups = np.stack([module.ids(plane, names) for plane in planes], axis=1)
         for number, (name, group) in enumerate(zip(names, groups, strict=True)):
             for column, plane in enumerate(planes if zeros else ()):
                 if plane in zeros:
                     for page_id in manager.create_ids(module, plane, group[column : column + 1]).tolist():
                         manager.page_tensor(page_id).zero_()
-            manager.hold(group)
+            work = PageWork(manager, group, deciding=deciding)
             try:
                 if write:  # at once: the caller may never come back
                     manager.mark_dirty(group)
-                self._visits.reached(module, name)
-                self._visits.ask(module, islice(groups, number + 1, number + 1 + SWEEP_AHEAD))
-                yield name, tuple(manager.page_tensor(page_id) for page_id in group.tolist())
+                self.visits.reached(module, name)
+                coming = islice(groups, number + 1, number + 1 + SWEEP_AHEAD)
+                wanted = (wanted_here(manager.table, g, deciding=deciding, planes=planes) for g in coming)
+                self.visits.ask(module, wanted)
+                yield name, work.tensors()
             finally:
-                manager.release(group)
+                work.release()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import enum
 import heapq
 import mmap
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 
-from megascale_omni.paging.layout import MIB, SLOT_ALIGNMENT, SlotClass
+from megascale_omni.paging.layout import MIB, SlotClass
+from megascale_omni.paging.pinned import Registrations, Runtime
 
 SEGMENT_BYTES = 8 * MIB
 """Segments are at most about this large (or one slot), so that memory follows the slots taken closely."""
@@ -62,17 +64,25 @@ class Arena:
     """Slots in device memory (ordinary memory where there is no accelerator) or in host memory.
 
     Args:
-        kind: DEVICE or HOST. device: of the memory. pin: page-locked memory (host arena beside an accelerator).
-        poison: fills every slot with NaN when it is taken, so that a test sees a page read before it was written.
+        kind: DEVICE or HOST. device: of the memory. pin: the CUDA runtime, for page-locked memory (host arena beside an
+        accelerator). poison: fills every slot with NaN when it is taken, so that a test sees a page read before it was
+        written.
     """
 
     def __init__(
-        self, *, device: torch.device, kind: TierKind = TierKind.DEVICE, pin: bool = False, poison: bool = False
+        self,
+        *,
+        device: torch.device,
+        kind: TierKind = TierKind.DEVICE,
+        pin: Runtime | None = None,
+        poison: bool = False,
     ) -> None:
         self.kind = kind
         self.device = device
         self.poison = poison
-        self._pin = pin
+        self._pinned = None if pin is None else Registrations(pin)
+        if self._pinned is not None:  # also where nobody releases it
+            weakref.finalize(self, self._pinned.remove_all)
         self._spaces: dict[SlotClass, _SlotSpace] = {}
         self._bytes = 0
 
@@ -119,6 +129,7 @@ class Arena:
         present = [i for i, segment in enumerate(space.segments) if segment is not None]
         freed = 0
         for index in [i for i in reversed(present) if i not in busy][: max(0, len(present) - keep)]:
+            self._unpin(space.segments[index])
             space.segments[index] = None
             space.mappings.pop(index, None)
             freed += space.slots_per_segment * slot_class.nbytes
@@ -126,7 +137,8 @@ class Arena:
             space.free = [s for s in space.free if space.segments[s // space.slots_per_segment] is not None]
             heapq.heapify(space.free)
             self._bytes -= freed
-        if space.limit is not None and slot_class.nbytes % mmap.PAGESIZE == 0:
+        # What is page-locked is left alone: the device would go on reading the pages that were given back.
+        if space.limit is not None and slot_class.nbytes % mmap.PAGESIZE == 0 and self._pinned is None:
             needed = max(0, space.limit - len(space.taken))
             for slot in sorted(space.free)[needed:]:
                 segment, place = divmod(slot, space.slots_per_segment)
@@ -135,6 +147,20 @@ class Arena:
                     _advise(mapping, "MADV_NOHUGEPAGE")  # or the system fills the gap again, to make a large page
                     mapping.madvise(mmap.MADV_DONTNEED, place * slot_class.nbytes, slot_class.nbytes)
         return freed
+
+    def release(self) -> None:
+        """Unlocks the memory of all segments, for good: no copy may be going on. Idempotent."""
+        if self._pinned is not None:
+            self._pinned.remove_all()
+
+    @property
+    def bytes_pinned(self) -> int:
+        """Bytes of page-locked memory."""
+        return 0 if self._pinned is None else self._pinned.nbytes
+
+    def _unpin(self, segment: torch.Tensor | None) -> None:
+        if self._pinned is not None and segment is not None:
+            self._pinned.remove(segment.data_ptr())
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -154,6 +180,7 @@ class Arena:
         space.taken.add(slot)
         if self.poison:
             self.tensor(slot_class, slot).fill_(torch.nan)
+            _wait_for(self.device)  # a copy to it does not
         return slot
 
     def take(self, slot_class: SlotClass, slot: int) -> None:
@@ -234,7 +261,9 @@ class Arena:
 
     def _grow(self, slot_class: SlotClass, space: _SlotSpace) -> None:
         shape = (space.slots_per_segment, slot_class.stride)
-        segment, mapping = _segment(shape, dtype=slot_class.dtype, device=self.device, pin=self._pin)
+        segment, mapping = _segment(shape, dtype=slot_class.dtype, device=self.device)
+        if self._pinned is not None:
+            self._pinned.add(segment.data_ptr(), segment.numel() * segment.element_size())
         if None in space.segments:
             index = space.segments.index(None)
             space.segments[index] = segment
@@ -258,27 +287,32 @@ def _advise(mapping: mmap.mmap, advice: str) -> None:
 
 def aligned_empty(shape: tuple[int, int], *, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised CPU tensor that direct io can use. Its memory returns to the system when it goes."""
-    return _segment(shape, dtype=dtype, device=torch.device("cpu"), pin=False)[0]
+    return _segment(shape, dtype=dtype, device=torch.device("cpu"))[0]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _segment(
-    shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, pin: bool
+    shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """An uninitialised tensor and the mapping that it lies in, where it has one of its own.
+    """An uninitialised tensor and the mapping that it lies in, where it has one of its own: a plain allocation.
 
     On a CPU it begins at a multiple of the slot alignment; a device aligns by itself.
     """
     numel, itemsize = shape[0] * shape[1], dtype.itemsize
     with torch.inference_mode(False):  # a segment made during an evaluation is used in training
         if device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=device), None
-        if not pin:
-            # A mapping of its own: when the segment goes, its memory returns to the system, which an allocator's may
-            # not. Private, so that it counts as this process's data; the system begins it at a page.
-            mapped = mmap.mmap(-1, numel * itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if numel * itemsize >= LARGE_PAGE_BYTES:
-                _advise(mapped, "MADV_HUGEPAGE")
-            return torch.frombuffer(mapped, dtype=dtype, count=numel).view(shape), mapped
-        raw = torch.empty(numel + SLOT_ALIGNMENT // itemsize, dtype=dtype, pin_memory=pin)
-        start = -raw.data_ptr() % SLOT_ALIGNMENT // itemsize
-        return raw[start : start + numel].view(shape), None
+            segment = torch.empty(shape, dtype=dtype, device=device)
+            _wait_for(
+                device
+            )  # what was in this memory before may still be used by kernels, which copies do not wait for
+            return segment, None
+        # A mapping of its own: when the segment goes, its memory returns to the system, which an allocator's may
+        # not. Private, so that it counts as this process's data; the system begins it at a page.
+        mapped = mmap.mmap(-1, numel * itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if numel * itemsize >= LARGE_PAGE_BYTES:
+            _advise(mapped, "MADV_HUGEPAGE")
+        return torch.frombuffer(mapped, dtype=dtype, count=numel).view(shape), mapped

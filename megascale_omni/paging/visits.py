@@ -14,7 +14,7 @@ from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.residency import pages_ahead, probable_experts
-from megascale_omni.paging.tiers import ABSENT
+from megascale_omni.paging.work import STATE, wanted_here
 from megascale_omni.schedule import Phase
 
 SWEEP_AHEAD = 16
@@ -44,6 +44,8 @@ class Visits:
 
     def __init__(self, manager: Sweeper) -> None:
         self._manager = manager
+        self.in_host: tuple[Plane, ...] = ()
+        """Planes whose pages decide, where they lie in host memory, that a page is stepped there."""
         self._next: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
 
     def begin(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
@@ -77,7 +79,7 @@ class Visits:
         for group in coming:
             if len(wanted) >= room:
                 break
-            wanted += group[pager.table.tier[group] != ABSENT].tolist()
+            wanted += wanted_here(pager.table, group, deciding=self.in_host).tolist()
         if len(wanted) < room:
             wanted += self._next_visit_pages(room - len(wanted))
         if wanted:
@@ -92,11 +94,13 @@ class Visits:
             if stamp != known:
                 experts = probable_experts(outlook.probable(visit.module))
                 first = entry.first_index + experts[:, None] * entry.num_slices + np.arange(entry.num_slices)
-                planes = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
-                found = (first.reshape(-1, 1) * NUM_PLANES + planes).reshape(-1)
+                numbers = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
+                found = (first.reshape(-1, 1) * NUM_PLANES + numbers).reshape(-1)
                 self._next = known, found
             pages = entry.num_slices * len(visit.planes)
             nearest = found[: count * pages]  # of so many experts
-            present: list[int] = nearest[self._manager.pager.table.tier[nearest] != ABSENT][:count].tolist()
+            planes = tuple(Plane) if visit.phase is Phase.STEP else STATE
+            table = self._manager.pager.table
+            present: list[int] = wanted_here(table, nearest, deciding=self.in_host, planes=planes)[:count].tolist()
             return present
         return []

@@ -80,6 +80,7 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
     if config is not None:
         with users_mistakes():
             support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
+            support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
             if getattr(args, "load", None):
                 check_load(args.load, step=getattr(args, "ckpt_step", None))
     return result

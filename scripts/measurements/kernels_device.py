@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from megascale_omni.experts.activation import Activation
-from megascale_omni.experts.backends import Backend
-from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.products import BlasProducts
-from megascale_omni.experts.torch_backend import TorchBackend
-from megascale_omni.experts.workspace import Workspace
-from megascale_omni.kernels.backend import TritonBackend
 from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
 from megascale_omni.kernels.paged_fc1 import PageShape, launch_fc1
 from megascale_omni.kernels.tiles import product_tiles
 from megascale_omni.kernels.wave import WaveItem, wave_tables
 from megascale_omni.optimizer.history import StepRecord
-from megascale_omni.paging.copies import CudaCopier
-from megascale_omni.paging.layout import MIB, ExpertShape, PageLayout
-from megascale_omni.paging.manager import ExpertManager
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.copies import StreamCopier
+from megascale_omni.paging.layout import MIB, SlotClass
+from megascale_omni.paging.pinned import cuda_runtime
+from megascale_omni.paging.streams import CudaStreams
+from megascale_omni.paging.tiers import Arena, TierKind
 
 HIDDEN, NEURONS, EXPERTS = 4096, 1024, 8
 PAGE_BYTES = 16 * MIB
@@ -86,35 +82,59 @@ def product_ratio(*, tokens: int, other: str) -> float:
     return max(flops / _matmul_flops_per_second(), moved / _copy_bytes_per_second()) / paged
 
 
-def _host_pages(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    host = torch.empty(count, PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-    return host, torch.empty(count, PAGE_BYTES, dtype=torch.uint8, device=_device())
+@dataclass
+class _Pages:
+    """Host slots of an arena as a run has it, device slots, and the copies between them."""
+
+    host: Arena
+    copier: StreamCopier
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, count: int) -> _Pages:
+        """``count`` pages of ``PAGE_BYTES``."""
+        slot_class, device = SlotClass(torch.float32, PAGE_BYTES // 4), _device()
+        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime())
+        there = Arena(device=device)
+        pairs = []
+        for _ in range(count):
+            source, target = (arena.tensor(slot_class, arena.allocate(slot_class)) for arena in (host, there))
+            pairs.append((source.fill_(1.0), target))
+        return cls(host, StreamCopier(CudaStreams(device)), pairs)
+
+    def bring(self) -> None:
+        """All pages come, beside what compute is given meanwhile."""
+        self.copier.released(target for _, target in self.pairs)
+        self.copier.load(self.pairs)
+
+    def wait(self) -> None:
+        """Compute goes on when they are there."""
+        self.copier.acquired(target for _, target in self.pairs)
 
 
 def page_in_ratio() -> float:
-    """K6: bandwidth of pages that come one by one as the mover's jobs copy them, against one plain pinned copy."""
-    host, device = _host_pages(32)
-    copier = CudaCopier(_device())
+    """K6: bandwidth of pages that come as the mover's jobs copy them, against one plain pinned copy."""
+    plain = torch.empty(32 * PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(plain, device=_device())
+    best = seconds_of(lambda: target.copy_(plain, non_blocking=True))
+    pages = _Pages.of(32)
 
-    def pages() -> None:
-        for source, target in zip(host, device, strict=True):
-            copier.copy(source, target)
+    def come() -> None:
+        pages.bring()
+        pages.wait()
 
-    return seconds_of(lambda: device.copy_(host, non_blocking=True)) / seconds_of(pages)
+    return best / seconds_of(come)
 
 
 def overlap_share() -> float:
     """K7: of the shorter of products and page-in, how much disappears when both run at once."""
-    host, device = _host_pages(32)
-    stream = torch.cuda.Stream(_device())
+    pages = _Pages.of(32)
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=_device())
     out = torch.empty_like(a)
 
     def copies() -> None:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            device.copy_(host, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(stream)
+        pages.bring()
+        pages.wait()
 
     copying = seconds_of(copies)
     rounds = max(1, round(copying / seconds_of(lambda: torch.mm(a, a, out=out))))
@@ -124,11 +144,9 @@ def overlap_share() -> float:
             torch.mm(a, a, out=out)
 
     def both() -> None:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            device.copy_(host, non_blocking=True)
+        pages.bring()
         products()
-        torch.cuda.current_stream().wait_stream(stream)
+        pages.wait()
 
     alone = seconds_of(products)
     return (alone + copying - seconds_of(both)) / min(alone, copying)
@@ -143,38 +161,3 @@ def adam_ratio() -> float:
     segment = AdamSegment(p=p, m=m, v=v, g=g, weight=weight, records=[record])
     seconds = seconds_of(lambda: launch_adam([segment], decoupled=True))
     return (4 * 7 + 2) * numel / seconds / _copy_bytes_per_second()
-
-
-def _layer_seconds(backend: Backend) -> float:
-    device, dtype, tokens = _device(), torch.bfloat16, 1024
-    workspace = Workspace(device)
-    shape = ExpertShape(hidden=HIDDEN, ffn=NEURONS, gated=True, bias=False)
-    experts = PagedExperts(
-        manager=ExpertManager(device=device),
-        path="experts",
-        layout=PageLayout.for_page_bytes(shape, page_bytes=PAGE_BYTES, dtype=dtype),
-        num_experts=EXPERTS,
-        dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32},
-        activation=_SWIGLU,
-        style="sequential",
-        products=BlasProducts(workspace),
-        workspace=workspace,
-        backend=backend,
-    )
-    weights = {t.name: (torch.randn(t.shape) / t.shape[-1] ** 0.5).to(device, dtype) for t in experts.names.tensors()}
-    for expert in range(EXPERTS):
-        experts.initialise(expert, weights)
-    x = torch.randn(tokens * EXPERTS, HIDDEN, dtype=dtype, device=device, requires_grad=True)
-    probs = torch.rand(tokens * EXPERTS, device=device)
-    grad = torch.randn(tokens * EXPERTS, HIDDEN, dtype=dtype, device=device)
-
-    def layer() -> None:
-        experts(x, [tokens] * EXPERTS, probs).backward(grad)
-        x.grad = None
-
-    return seconds_of(layer)
-
-
-def layer_ratio() -> float:
-    """K9: a layer's forward and backward with kernels, against the same pages with torch's products."""
-    return _layer_seconds(TorchBackend()) / _layer_seconds(TritonBackend(_device()))

@@ -25,6 +25,7 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.optimizer.arithmetic import arithmetic_for
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
 from megascale_omni.paging.budget import smallest_budget
+from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.mover import Mover
@@ -56,10 +57,12 @@ class Task:
     max_lag: int = 100
     clip: float = 0.5  # largest norm of all gradients; 0: none, and pages are stepped in the backward
     in_backward: bool = True  # gradients are completed in the last backward
+    in_host: bool = False  # pages whose moments lie in host memory are stepped there
     recompute: bool = False
     evaluate: bool = True
     blas: bool = True  # products by BLAS; by what suits the processor otherwise
     batch_bytes: int = 16384  # a few pages
+    device: str = "cpu"
 
     @property
     def layout(self) -> PageLayout:
@@ -89,6 +92,7 @@ def random_experts(
     manager: ExpertManager, path: str, task: Task, *, workspace: Workspace, generator: torch.Generator
 ) -> PagedExperts:
     """A module of a task with random weights and all planes of a training."""
+    device = torch.device(task.device)
     dtypes = {Plane.WEIGHT: task.dtype, Plane.GRADIENT: torch.float32}
     if task.dtype is not torch.float32:
         dtypes[Plane.MASTER] = torch.float32
@@ -100,23 +104,32 @@ def random_experts(
         dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
         activation=Activation("silu", gated=True),
         style="sequential",
-        products=products_for(device=CPU, choice="blas" if task.blas else "auto", workspace=workspace),
+        products=products_for(device=device, choice="blas" if task.blas else "auto", workspace=workspace),
         workspace=workspace,
     )
     for expert in range(task.experts):
         shapes = {part.tensor.name: part.tensor.shape for part in experts.names.of_expert(expert)}
         values = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
-        experts.initialise(expert, {name: value.to(task.dtype) for name, value in values.items()})
+        experts.initialise(expert, {name: value.to(device, task.dtype) for name, value in values.items()})
     return experts
 
 
 class Model:
     """The modules of a task with their optimizer, on one manager."""
 
-    def __init__(self, task: Task, options: PagingOptions, mover: Mover | None = None, *, poison: bool = True) -> None:
+    def __init__(
+        self,
+        task: Task,
+        options: PagingOptions,
+        mover: Mover | None = None,
+        *,
+        copier: Copier | None = None,
+        poison: bool = True,
+    ) -> None:
         self.task = task
-        self.manager = ExpertManager(device=CPU, options=options, mover=mover, poison=poison)
-        workspace = Workspace(CPU)
+        self.device = torch.device(task.device)
+        self.manager = ExpertManager(device=self.device, options=options, mover=mover, copier=copier, poison=poison)
+        workspace = Workspace(self.device)
         generator = torch.Generator().manual_seed(task.seed)
         self.modules = [
             random_experts(self.manager, f"layers.{number}.experts", task, workspace=workspace, generator=generator)
@@ -127,9 +140,10 @@ class Model:
         self.adam = PagedAdam(
             [(experts, GroupBinding(weights=0, biases=1 if task.bias else None)) for experts in self.modules],
             groups=self.groups,
-            arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False),
+            arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False, device=self.device),
             shards=PageShards(),
             max_lag=task.max_lag,
+            in_host=task.in_host,
         )
         self.gradients = ExpertGradients(self.modules)
         if task.in_backward:
@@ -138,15 +152,15 @@ class Model:
 
     def forward(self, generator: torch.Generator) -> torch.Tensor:
         """The loss of a batch."""
-        task = self.task
-        x = torch.randn(task.tokens, task.hidden, generator=generator).to(task.dtype)
-        target = torch.randn(task.tokens, task.hidden, generator=generator)
+        task, device = self.task, self.device
+        x = torch.randn(task.tokens, task.hidden, generator=generator).to(device, task.dtype)
+        target = torch.randn(task.tokens, task.hidden, generator=generator).to(device)
         for experts in self.modules:
             chosen = torch.randperm(task.experts, generator=generator)[: task.active]
             routed = chosen[torch.randint(task.active, (task.tokens,), generator=generator)]
             counts = torch.bincount(routed, minlength=task.experts).tolist()
-            probs = torch.rand(task.tokens, generator=generator).to(task.dtype)
-            x = x[torch.randperm(task.tokens, generator=generator)]
+            probs = torch.rand(task.tokens, generator=generator).to(device, task.dtype)
+            x = x[torch.randperm(task.tokens, generator=generator).to(device)]
             if task.recompute and torch.is_grad_enabled():
                 y = checkpoint(experts, x, counts, probs, use_reentrant=False)
             else:
@@ -180,7 +194,7 @@ class Model:
             for plane in sorted(experts.pages.dtypes):
                 if plane is not Plane.GRADIENT:
                     for name, tensor in self.adam.dense(experts, plane).items():
-                        found.tensors[f"{experts.path}.{name}.{plane.name.lower()}"] = tensor
+                        found.tensors[f"{experts.path}.{name}.{plane.name.lower()}"] = tensor.cpu()
 
     @property
     def smallest_budget(self) -> int:
@@ -195,11 +209,18 @@ def batches_of(task: Task) -> Iterator[None]:
         yield
 
 
-def train(task: Task, options: PagingOptions = ALL, *, mover: Mover | None = None, check: bool = False) -> Trained:
+def train(
+    task: Task,
+    options: PagingOptions = ALL,
+    *,
+    mover: Mover | None = None,
+    copier: Copier | None = None,
+    check: bool = False,
+) -> Trained:
     """Trains and exports; with ``check`` the page table is counted after every step."""
     found = Trained()
     with batches_of(task):
-        model = Model(task, options, mover)
+        model = Model(task, options, mover, copier=copier)
         try:
             for number in range(1, task.steps + 1):
                 model.step(number, found)

@@ -83,6 +83,10 @@ def test_a_step_gives_what_stock_gives(pools, world, ep, groups, kind):
 # --- capacity, dropping, padding, shared experts ----------------------------------------------------------------------
 
 
+PADDED: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+"""A padding mask is given, which the auxiliary loss reads."""
+
+
 def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
     """Stock's own router with these options, on both sides; outputs, gradients of tokens and of the router."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -124,15 +128,23 @@ def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "kind",
     [
-        {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"},
+        {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs", **PADDED},
         {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"},
         {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-        {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True, "bias": True},
-        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True, "bias": True, **PADDED},
+        PADDED,
         {"moe_shared_expert_intermediate_size": 48},
         {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": True},
     ],
-    ids=["by probability", "by position", "pad", "drop and pad", "padding mask", "shared experts", "shared, overlap"],
+    ids=[
+        "by probability, padding mask",
+        "by position",
+        "pad",
+        "drop and pad, padding mask",
+        "padding mask",
+        "shared experts",
+        "shared, overlap",
+    ],
 )
 def test_capacity_padding_and_shared_experts(pools, kind):
     assert pools[2].run(train_capacity, kind=kind) == [[]] * 2

@@ -95,7 +95,7 @@ class TestMappings:
         config = MegaScaleConfig(PagingConfig(page_size_bytes=MIB), ComputeConfig(cpu_products="blas"))
         plain = json.loads(json.dumps(config.as_dict()))
         assert plain["paging"]["page_size_bytes"] == MIB
-        assert plain["compute"] == {"cpu_products": "blas", "backend": "auto"}
+        assert plain["compute"] == {"cpu_products": "blas", "backend": "auto", "optimizer_device": "auto"}
         assert MegaScaleConfig.from_mapping(plain) == config
 
     def test_every_option_of_every_section_can_be_set(self) -> None:

@@ -230,7 +230,6 @@ WHEN: dict[str, tuple[Callable[[Refusal], bool], Callable[[Refusal], bool]]] = {
     # cell: (values that are refused, values that are not)
     "set": (lambda r: all(map(r.refused, (True, "x", 2))), lambda r: any(map(r.refused, (False, None, 0)))),
     "above 1": (lambda r: all(map(r.refused, (2, 8))), lambda r: any(map(r.refused, (None, 0, 1)))),
-    "not `none`": (lambda r: r.refused("local"), lambda r: any(map(r.refused, (None, "none")))),
     "not `adam`": (lambda r: all(map(r.refused, ("sgd", "muon"))), lambda r: r.refused("adam")),
 }
 

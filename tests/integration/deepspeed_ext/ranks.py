@@ -149,8 +149,8 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 """Tokens and labels."""
 
 
-def saved_by_megatron(rank: int, world: int, *, corpus: str, options: str, folder: str) -> tuple[float, Batches]:
-    """The loss of the step after the one that a Megatron run has saved, and what this rank made it of."""
+def saved_by_megatron(rank: int, world: int, *, corpus: str, options: str, folder: str) -> tuple[list[float], Batches]:
+    """The losses of two steps after the one that a Megatron run has saved, and what this rank made the first of."""
     from tests.integration.megatron_ext.runs import losses, trainer
 
     with trainer(corpus, options, f"--save {folder}", megascale=True) as run:
@@ -158,7 +158,16 @@ def saved_by_megatron(rank: int, world: int, *, corpus: str, options: str, folde
         run.save()
         run.finish_saves()
         batches = [(batch.tokens, batch.labels) for batch in run.data.training(run.consumed_samples)]
-        return losses(run, 1)[0], batches
+        return losses(run, 2), batches
+
+
+def goes_on_under_megatron(rank: int, world: int, *, corpus: str, options: str, folder: str) -> list[float]:
+    """The next two losses of a Megatron run that has loaded a checkpoint."""
+    from tests.integration.megatron_ext.runs import losses, trainer
+
+    with trainer(corpus, options, f"--load {folder}", megascale=True) as run:
+        assert (run.iteration, run.consumed_samples) == (3, 24)
+        return losses(run, 2)
 
 
 def goes_on_from_megatron(
@@ -175,7 +184,12 @@ def goes_on_from_megatron(
                 for tokens, labels in batches
             ]
         position = engine.global_steps, engine.global_samples, engine.micro_steps
-        result = read_state(engine), float(torch.stack(found).mean()), position, float(engine.get_lr()[0])
+        result = (
+            read_state(engine),
+            float(torch.stack(found).mean()) if found else 0.0,
+            position,
+            float(engine.get_lr()[0]),
+        )
         engine.destroy()
         return result
 

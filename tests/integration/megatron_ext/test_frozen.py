@@ -140,6 +140,14 @@ def test_heat_goes_on_from_a_checkpoint(pools, corpus, tmp_path):
     assert all(layer[UNLOVED] > 0 for layer in straight[0]["states"][-1]), "woken since"
     again = pools[2].run(goes_on, options=f"{options} {EXPERT_PARALLEL} {load}", frozen_first=False, **ask)
     assert again == straight
+    replicas = pools[2].run(goes_on, options=f"{options} {load}", frozen_first=False, **ask)
+    assert replicas[0]["states"][0] == straight[0]["states"][0], "loaded in another layout"
+    assert unloved(replicas[0]["states"]) == unloved(straight[0]["states"])
+
+
+def unloved(states: list[list[list[int]]]) -> list[list[bool]]:
+    """Whether the unloved expert was frozen, after each step and in each layer."""
+    return [[layer[UNLOVED] == 0 for layer in layers] for layers in states]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Saves beside training hold what was there when they were asked for; increments hold what has changed since."""
 
+import os
+import re
 import threading
 from pathlib import Path
 
@@ -254,3 +256,15 @@ def test_a_page_that_is_read_stays_where_it_is(tmp_path):
         thread.join(TIMEOUT_SECONDS)
     assert pages == [here[1], "read", here[0]]
     run.manager.close()
+
+
+def test_a_writer_on_cores_that_the_process_has_not_is_refused(tmp_path):
+    here = sorted(os.sched_getaffinity(0))
+    with pytest.raises(ValueError, match=rf"run on cores \[1023\], and this process may run on {re.escape(str(here))}"):
+        Checkpointer(tmp_path, cpus=[1023])
+    run = at_step(1)
+    with writes_announced(Checkpointer(tmp_path, cpus=[here[-1], 1023]), run.state().experts) as checkpoints:
+        assert checkpoints.save_beside(run.state(), SaveRequest(tag="t", step=1)) is None
+        assert checkpoints.finish() is None
+        checkpoints.close()
+    assert_same(load(tmp_path), run)

@@ -266,3 +266,20 @@ def test_recompute_and_evaluation_add_no_heat():
         assert (plain[:, COMPUTE] == other[:, COMPUTE]).all()
         assert (plain[:, MEMORY] == other[:, MEMORY]).all()
         assert plain[:, COMPUTE].any()
+
+
+def test_a_forward_whose_graph_a_recompute_makes_adds_the_heat_of_a_forward():
+    """Full recomputation runs a training forward without a graph."""
+    task = Task(steps=1, recompute=False, evaluate=False)
+    seen = []
+    for graph in (True, False):
+        with batches_of(task):
+            model = Model(task, ALL)
+            keeper = HeatKeeper(model.manager, HeatConfig())
+            with torch.set_grad_enabled(graph), model.manager.schedule.enter(Phase.FORWARD):
+                model.forward(torch.Generator().manual_seed(1))
+        keeper.map.end_part()
+        seen.append([keeper.map.newest(m.entry.module) for m in model.manager.modules])
+    for plain, other in zip(*seen, strict=True):
+        assert (plain[:, COMPUTE] == other[:, COMPUTE]).all()
+        assert plain[:, COMPUTE].any()

@@ -1,5 +1,7 @@
 """Pages stepped by the kernel have the bits of the same arithmetic in host memory, missed steps and all."""
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -130,12 +132,25 @@ def test_non_finite_gradients_do_what_the_host_does():
         ({"m": None}, "m and v: one is missing"),
         ({"g": torch.zeros(8, dtype=torch.int32)}, "g: dtype torch.int32"),
         ({"m": None, "v": None, "g": torch.zeros(8)}, "g: a gradient needs m and v"),
+        ({"weight": torch.zeros(8, dtype=torch.float64)}, "weight: dtype torch.float64"),
+        ({"weight": torch.zeros(7)}, "weight: 7 elements, must be 8"),
+        ({"v": torch.zeros(16)[::2]}, "v: strides"),
+        ({"m": torch.zeros(8, device="meta")}, "m: on meta, must be on cpu like p"),
+        ({"g": torch.zeros(8, device="meta")}, "g: on meta, must be on cpu like p"),
+        (dict.fromkeys("pmv", torch.zeros(8, device="meta")), "p: on meta, kernels run on an accelerator"),
+        ({"p": torch.zeros(8, dtype=torch.bfloat16)}, "p: dtype torch.bfloat16"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, message):
     page = {name: torch.zeros(8) for name in "pmv"} | change
     with pytest.raises(ValueError, match=message):
         launch_adam([AdamSegment(**page, records=records(1))], decoupled=True)
+
+
+def test_a_clip_coefficient_is_a_number():
+    page, coefficient = {name: torch.zeros(8) for name in "pmv"}, cast(float, torch.ones(1))
+    with pytest.raises(ValueError, match="clip: Tensor, must be a number"):
+        launch_adam([AdamSegment(**page, g=torch.ones(8), records=records(1))], decoupled=True, clip=coefficient)
 
 
 def trained(kernels: bool, folder) -> dict[str, torch.Tensor]:

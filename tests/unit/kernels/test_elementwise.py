@@ -177,3 +177,79 @@ def test_dropped_rows_are_zeros_and_a_scale_is_applied():
         permute(x, scale)
     with pytest.raises(ValueError, match=r"x: strides"):
         permute(x.t(), source)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def far(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def gaps(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(2 * numel, dtype=dtype)[::2]
+
+
+WIRE, PAGE, ROWS, INDEX = (
+    torch.zeros(16).bfloat16(),
+    torch.zeros(16),
+    torch.zeros(4, 8),
+    torch.zeros(4, dtype=torch.int64),
+)
+PLACES = torch.zeros(4, 2, dtype=torch.int64)
+REFUSED = {
+    "copy: device": (lambda: copy_pages([PAGE], [far(PAGE)]), "page 1: on meta, must be on cpu"),
+    "copy: strides": (lambda: copy_pages([gaps(16)], [PAGE]), "source: strides"),
+    "copy: twice to one": (lambda: copy_pages([PAGE, torch.ones(16)], [torch.ones(16)] * 2), "target: "),
+    "copy: onto itself": (lambda: copy_pages([ROWS[0], ROWS[2]], [ROWS[2], ROWS[1]]), "target: the page at .* is also"),
+    "gather: device": (lambda: gather_pages([PAGE], far(torch.zeros(1, 16))), "out: on meta"),
+    "gather: dtype": (lambda: gather_pages([PAGE], torch.zeros(1, 16).bfloat16()), "out: dtype torch.bfloat16"),
+    "scatter: strides": (lambda: scatter_pages(torch.zeros(16, 2).t()[:1, :16], [PAGE]), "rows: "),
+    "checksum: strides": (lambda: page_checksums([gaps(16)]), "page: strides"),
+    "checksum: device": (lambda: page_checksums([PAGE, far(PAGE)]), "page 1: on meta, must be on cpu"),
+    "checksum: alignment": (lambda: page_checksums([torch.zeros(20)[1:]]), "page: address .* multiple of 16"),
+    "checksum: words": (lambda: page_checksums([torch.zeros(3).bfloat16()]), "page: 6 bytes, must be a multiple of 4"),
+    "statistics: dtype": (lambda: statistics_of_groups([[PAGE.double()]]), "gradient: dtype torch.float64"),
+    "statistics: dtypes": (lambda: statistics_of_groups([[PAGE], [WIRE]]), "gradient: dtype torch.bfloat16, must be"),
+    "statistics: strides": (lambda: statistics_of_groups([[PAGE, gaps(16)]]), "gradient: strides"),
+    "statistics: device": (lambda: statistics_of_groups([[PAGE], [far(PAGE)]]), "gradient 1: on meta, must be on cpu"),
+    "statistics: far": (
+        lambda: statistics_of_groups([[far(PAGE)]]),
+        "gradient: on meta, kernels run on an accelerator",
+    ),
+    "statistics: none": (lambda: statistics_of_groups([[]]), "groups: no gradient in any of them"),
+    "clip: dtype": (lambda: scale_groups([[PAGE.int()]], torch.ones(1)), "gradient: dtype torch.int32"),
+    "clip: strides": (lambda: scale_groups([[gaps(16)]], torch.ones(1)), "gradient: strides"),
+    "clip: device": (lambda: scale_groups([[PAGE, far(PAGE)]], torch.ones(1)), "gradient 1: on meta"),
+    "clip: coefficients": (lambda: scale_groups([[PAGE]], torch.ones(2)), "coefficients: shape"),
+    "clip: their dtype": (lambda: scale_groups([[PAGE]], torch.ones(1).double()), "coefficients: dtype torch.float64"),
+    "clip: their device": (lambda: scale_groups([[PAGE]], far(torch.ones(1))), "coefficients: on meta"),
+    "wire: dtype": (lambda: pack_bf16([PAGE.bfloat16()], WIRE), "gradient: dtype torch.bfloat16"),
+    "wire: its dtype": (lambda: pack_bf16([PAGE], PAGE), "wire: dtype torch.float32"),
+    "wire: its device": (lambda: pack_bf16([PAGE], far(WIRE)), "wire: on meta"),
+    "wire: its strides": (lambda: unpack_bf16(gaps(16, torch.bfloat16), [PAGE], add=True), "wire: strides"),
+    "wire: its length": (lambda: unpack_bf16(WIRE[:8], [PAGE], add=False), "wire: shape"),
+    "wire: strides": (lambda: pack_bf16([gaps(16)], WIRE), "gradient: strides"),
+    "wire: device": (lambda: pack_bf16([PAGE, far(PAGE)], torch.zeros(32).bfloat16()), "gradient 1: on meta"),
+    "permute: dtype": (lambda: permute(ROWS.double(), INDEX), "x: dtype torch.float64"),
+    "permute: dimensions": (lambda: permute(PAGE, INDEX), "x: shape"),
+    "permute: source's device": (lambda: permute(ROWS, far(INDEX)), "source: on meta"),
+    "permute: source's strides": (lambda: permute(ROWS, gaps(4, torch.int64)), "source: strides"),
+    "permute: scale's length": (lambda: permute(ROWS, INDEX, scale=torch.ones(3)), "scale: shape"),
+    "permute: scale's device": (lambda: permute(ROWS, INDEX, scale=far(torch.ones(4))), "scale: on meta"),
+    "permute: far": (lambda: permute(far(ROWS), far(INDEX)), "x: on meta, kernels run on an accelerator"),
+    "unpermute: position": (lambda: unpermute(ROWS, INDEX), "position: shape"),
+    "unpermute: its dtype": (lambda: unpermute(ROWS, PLACES.float()), "position: dtype torch.float32"),
+    "unpermute: weight": (lambda: unpermute(ROWS, PLACES, weight=torch.ones(4, 1)), "weight: shape"),
+    "unpermute: weight's dtype": (lambda: unpermute(ROWS, PLACES, weight=PLACES), "weight: dtype torch.int64"),
+    "weights: grad": (lambda: weight_gradient(ROWS, PLACES, torch.zeros(3, 8)), "grad: shape"),
+    "weights: grad's strides": (lambda: weight_gradient(ROWS, PLACES, torch.zeros(8, 4).t()), "grad: strides"),
+    "weights: grad's device": (lambda: weight_gradient(ROWS, PLACES, far(torch.zeros(4, 8))), "grad: on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_tensor_that_does_not_fit_is_refused_by_its_name(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()

@@ -1,5 +1,8 @@
 """The paged products by themselves: gathered tokens, pages far apart, what is refused, what traps."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from megascale_omni.kernels.paged_activation_backward import launch_activation_b
 from megascale_omni.kernels.paged_fc1 import PageShape, launch_fc1
 from megascale_omni.kernels.paged_slice_sum import launch_slice_sum
 from megascale_omni.kernels.paged_weight_gradient import launch_weight_gradient
+from megascale_omni.kernels.probs_gradient import launch_probs_gradient
 from megascale_omni.kernels.tiles import INTERPRETED
 from megascale_omni.kernels.wave import WaveItem, WaveTables, wave_tables
 from tests.unit.kernels.checker import checked
@@ -120,6 +124,122 @@ def test_a_page_that_is_not_resident_is_refused_and_traps_in_the_kernel():
     wave.items[0, 7] = 0
     with pytest.raises(Exception, match=r"a gradient page that is not resident is written"):
         weight_gradient(torch.randn(21 * 2 * NEURONS), torch.randn(21, HIDDEN), wave)
+
+
+def _given(tensor: str) -> torch.Tensor:
+    """What fits, by name; weight gradients have a ``wide`` left and a ``right``."""
+    total, block = sum(COUNTS), sum(COUNTS) * NEURONS
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("x", "right", "grad_y", "out"), (total, HIDDEN)),
+        **dict.fromkeys(("probs", "grad_probs"), (total,)),
+        **dict.fromkeys(("pre", "grad_pre", "wide"), (2 * block,)),
+        **dict.fromkeys(("left", "activated"), (block,)),
+        **dict.fromkeys(("carried_in", "carried_out"), (18, HIDDEN)),
+        "partials": (-(-NEURONS // INTERPRETED.fc1.n), total),
+    }
+    return torch.arange(total) if tensor == "index" else torch.randn(shapes[tensor])
+
+
+KEPT = pages(4)
+"""Tables have addresses only: somebody must keep the pages."""
+
+
+def launches(**changes):
+    """Every launcher of a product with what fits, but for the changes: name -> call."""
+    wave, tile = changes.pop("wave", None) or tables(KEPT[:2], KEPT[2:]), changes.pop("tile", INTERPRETED.fc1)
+    rows, common = changes.pop("rows", 16), {"wave": wave, "tile": tile}
+
+    def of(launcher: str) -> dict[str, Any]:
+        found = {name: changes[name] if name in changes else _given(name) for name in TAKES[launcher]}
+        return {CALLED.get(name, name): value for name, value in found.items()} | common
+
+    return {
+        "fc1": lambda: launch_fc1(**of("fc1"), shape=SHAPE),
+        "slice_sum": lambda: launch_slice_sum(**of("slice_sum"), shape=SHAPE, matrix="down"),
+        "activation_backward": lambda: launch_activation_backward(**of("activation_backward"), shape=SHAPE),
+        "weight_gradient": lambda: launch_weight_gradient(
+            **of("weight_gradient"), gradient=torch.float32, shape=SHAPE, matrix="fc1"
+        ),
+        "probs_gradient": lambda: launch_probs_gradient(**of("probs_gradient"), rows=rows),
+    }
+
+
+TAKES = {
+    "fc1": ("x", "index", "probs", "pre", "activated"),
+    "slice_sum": ("left", "out", "carried_in", "carried_out"),
+    "activation_backward": ("grad_y", "probs", "pre", "activated", "grad_pre", "partials"),
+    "weight_gradient": ("wide", "right", "index"),
+    "probs_gradient": ("partials", "grad_probs"),
+}
+CALLED = {"wide": "left", "grad_probs": "out"}
+
+
+def test_what_fits_is_taken():
+    for launch in launches().values():
+        launch()
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape and values, with gaps between them."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize(("launcher", "tensor"), [(name, tensor) for name, taken in TAKES.items() for tensor in taken])
+def test_every_tensor_that_does_not_fit_is_refused_by_its_name(launcher, tensor):
+    good = _given(tensor)
+    name = CALLED.get(tensor, tensor)
+    wrong = {
+        "dtype": good.to(torch.float64),
+        "device": good.to("meta"),
+        "strides": strided(good),
+        "end": good.reshape(-1)[:-1] if good.ndim == 1 else good[:-1],
+    }
+    if tensor == "carried_in" or tensor == "carried_out":  # nothing is cut here: any number of rows will do
+        del wrong["end"]
+    if tensor in ("x", "right"):
+        launch = launches(**{tensor: good[:-1], "index": None})[launcher]
+        with pytest.raises(ValueError, match=rf"^{name}: 20 rows, the wave needs 21"):
+            launch()
+        del wrong["end"]
+    for what, bad in wrong.items():
+        with pytest.raises(ValueError, match=rf"^{name}: ") as error:
+            launches(**{tensor: bad})[launcher]()
+        assert error.value.args, what
+
+
+def test_waves_and_tiles_that_do_not_fit_each_other_are_refused():
+    narrow = replace(INTERPRETED.fc1, m=32)
+    for name, of in (("fc1", "tile"), ("slice_sum", "tile"), ("activation_backward", "tile")):
+        with pytest.raises(ValueError, match=rf"^{of}: 32 rows a tile, the wave's tables are made for 16"):
+            launches(tile=narrow)[name]()
+    with pytest.raises(ValueError, match=r"^rows: 32 rows a tile"):
+        launches(rows=32)["probs_gradient"]()
+    with pytest.raises(ValueError, match=r"^gradient page of expert 0, slice 0: address 0, the page is not resident"):
+        launches(wave=tables(pages(2)))["weight_gradient"]()
+    weights = pages(2)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"expert": 0}, "expert 0, slice 0 comes after expert 0, slice 0; pages of a wave must ascend"),
+        ({"rows": -1}, "has rows, a block or neurons that cannot be"),
+        ({"neurons": 0}, "has rows, a block or neurons that cannot be"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message):
+            tables(weights, **change)
+    cut = [WaveItem(0, 0, 0, 18, 0, NEURONS, weights[0].data_ptr(), weights[1].data_ptr())]
+    wave = wave_tables(cut, last_slice=1, item_rows=16, chain_rows=16, device=CPU)
+    with pytest.raises(ValueError, match=r"^carried_out: 17 rows, the wave needs 18"):
+        launches(wave=wave, carried_out=torch.zeros(17, HIDDEN), left=torch.randn(18 * NEURONS))["slice_sum"]()
+    whole = torch.zeros(36, HIDDEN)
+    with pytest.raises(ValueError, match=r"carried_in and carried_out: one buffer"):
+        launches(wave=wave, carried_in=whole[:18], carried_out=whole[10:28])["slice_sum"]()
+
+
+def test_kernels_are_not_given_memory_that_they_cannot_reach(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(
+        ValueError, match=r"^x: on cpu, kernels run on an accelerator \(on a CPU under TRITON_INTERPRET"
+    ):
+        launches()["fc1"]()
 
 
 def test_what_does_not_fit_is_refused_by_name():

@@ -12,6 +12,7 @@ import megatron.core
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_ext
@@ -24,7 +25,6 @@ from megatron_ext.support import REFUSALS, Refusal
 BAD_VALUES: dict[str, object] = {
     "fp8": "hybrid",
     "fp4": "e2m1",
-    "cuda_graph_impl": "local",
     "moe_latent_size": 64,
     "expert_tensor_parallel_size": 2,
     "num_distributed_optimizer_instances": 2,
@@ -35,7 +35,7 @@ BAD_VALUES: dict[str, object] = {
 }
 """A refused value of every option that is no switch."""
 
-GOOD_VALUES: dict[str, object] = {"cuda_graph_impl": "none", "optimizer": "adam", "expert_tensor_parallel_size": 1}
+GOOD_VALUES: dict[str, object] = {"optimizer": "adam", "expert_tensor_parallel_size": 1}
 STOCK = {"model": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
 OF_MEGATRON_LM = {
     "moe_use_upcycling",
@@ -119,6 +119,41 @@ class TestEveryRow:
         support.check("ddp", DistributedDataParallelConfig())
         support.check("optimizer", OptimizerConfig(optimizer="adam"))
         support.check_arguments(arguments())
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("scope", ["attn", ["attn", "mlp"], [CudaGraphScope.attn], [CudaGraphScope.mamba]])
+    @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+    def test_graphs_without_experts_are_allowed_and_said(self, impl: str, scope: object) -> None:
+        options = arguments(cuda_graph_impl=impl, cuda_graph_scope=scope)
+        said = support.graphs_said(options, pages_leave=False)
+        assert said is not None
+        assert said.endswith("; experts are computed outside of them")
+        with pytest.raises(ValueError, match=rf"--cuda-graph-impl {impl} is not supported with --megascale-device-bu"):
+            support.graphs_said(options, pages_leave=True)
+
+    @pytest.mark.parametrize(
+        "scope", [None, "", [], "full", "full_iteration", "attn,moe", ["moe_router"], [CudaGraphScope.moe_preprocess]]
+    )
+    def test_graphs_that_would_hold_experts_are_refused(self, scope: object) -> None:
+        with pytest.raises(ValueError, match=r"--cuda-graph-scope .* is not supported with --megascale: a graph would"):
+            megatron_ext.enable_from_args(arguments(cuda_graph_impl="local", cuda_graph_scope=scope))
+        assert not megatron_ext.is_enabled()
+
+    def test_without_graphs_nothing_is_said(self) -> None:
+        for impl in (None, "none"):
+            options = arguments(cuda_graph_impl=impl, cuda_graph_scope="full")
+            assert support.graphs_said(options, pages_leave=True) is None
+
+    def test_stocks_own_configuration_is_read(self) -> None:
+        config = TransformerConfig(
+            num_layers=2, hidden_size=64, num_attention_heads=4, num_moe_experts=4, cuda_graph_impl="local",
+            cuda_graph_scope="attn",
+        )  # fmt: skip
+        assert "hold attn;" in str(support.graphs_said(config, pages_leave=False))
+        config.cuda_graph_scope = []
+        with pytest.raises(ValueError, match="--cuda-graph-scope full"):
+            support.graphs_said(config, pages_leave=False)
 
 
 class TestOtherRefusals:
