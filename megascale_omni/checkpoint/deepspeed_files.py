@@ -26,14 +26,13 @@ from megascale_omni.checkpoint.plain_load import load_plain
 
 MASTER = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _FP32 = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _REFUSED = {
     "layer_*_expert_*_model_states.pt": "experts of DeepSpeed's own MoE layers, which belong to expert-parallel ranks",
     "offloaded_tensors": "an optimizer on NVMe, whose state is in the swap files of one machine",
-    "zero": "DeepSpeed's universal format: load it with DeepSpeed",
 }
 
 
@@ -222,8 +221,8 @@ class DeepSpeedFiles:
 
 def tag_folder(source: Path) -> Path:
     """The folder of a tag: ``source`` itself, or the one that its file ``latest`` names. ValueError: it is gone."""
-    latest = source / LATEST
-    if not latest.is_file():
+    latest = next((source / name for name in (LATEST, LATEST_UNIVERSAL) if (source / name).is_file()), None)
+    if latest is None:
         return source
     folder = source / latest.read_text().strip()
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints (ZeRO 1, 2, 3) into ours: any ZeRO stage and number of ranks loads the result."""
+"""DeepSpeed's own checkpoints into ours: any ZeRO stage and number of ranks loads the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megascale_omni.checkpoint.assemble import Assembly, ModuleSource, PageSource, Source, write
-from megascale_omni.checkpoint.deepspeed_files import MASTER, MOMENTS, DeepSpeedFiles, tag_folder
+from megascale_omni.checkpoint.deepspeed_files import MASTER, MOMENTS, tag_folder
+from megascale_omni.checkpoint.deepspeed_universal import Files, open_files
 from megascale_omni.checkpoint.hf_experts import HfExperts, add_module, find_experts
 from megascale_omni.checkpoint.megatron_keys import MODEL, OPTIMIZER
 from megascale_omni.checkpoint.pages_file import FOLDER, PagesReader, page_name
@@ -46,9 +47,9 @@ def from_deepspeed(
     ``style``: see [Note: naming styles] of the paging's names; told from the shapes where they tell it.
 
     Raises:
-        ValueError: what :class:`DeepSpeedFiles` refuses, experts that are not whole, a style that must be given.
+        ValueError: what the files' readers refuse, experts that are not whole, a style that must be given.
     """
-    files = DeepSpeedFiles(tag_folder(source))
+    files = open_files(tag_folder(source))
     model = files.model
     step = int(model["global_steps"])
     assembly = Assembly(
@@ -91,7 +92,7 @@ def from_deepspeed(
     return write(root, tag or files.folder.name, assembly)
 
 
-def _add_pages(assembly: Assembly, files: DeepSpeedFiles, pages: PagesReader) -> None:
+def _add_pages(assembly: Assembly, files: Files, pages: PagesReader) -> None:
     """Experts that were in pages; of bf16 weights there are only the masters that every step makes them of."""
     for path, record in pages.modules.items():
         layout = record.layout()
@@ -115,7 +116,7 @@ def _rounded(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tens
     return read().to(dtype)
 
 
-def _trained(files: DeepSpeedFiles, name: str) -> Iterator[tuple[str, Source]]:
+def _trained(files: Files, name: str) -> Iterator[tuple[str, Source]]:
     shape, dtype = files.shapes[name], files.dtype(name)
     yield MODEL + name, Source(dtype, shape, partial(_weight, files, name, shape, dtype))
     if dtype is not torch.float32:
@@ -124,11 +125,11 @@ def _trained(files: DeepSpeedFiles, name: str) -> Iterator[tuple[str, Source]]:
         yield f"{OPTIMIZER}{kind}.{name}", Source(torch.float32, shape, partial(_whole, files, name, kind, shape))
 
 
-def _whole(files: DeepSpeedFiles, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _whole(files: Files, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     return files.read(name, kind).view(shape)
 
 
-def _weight(files: DeepSpeedFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _weight(files: Files, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """As the model has it; under ZeRO 3, which does not store it, as every step makes it of its master."""
     stored = files.model["module"].get(name)
     if isinstance(stored, torch.Tensor) and tuple(stored.shape) == shape:
@@ -136,7 +137,7 @@ def _weight(files: DeepSpeedFiles, name: str, shape: tuple[int, ...], dtype: tor
     return _whole(files, name, MASTER, shape).to(dtype)
 
 
-def _experts(files: DeepSpeedFiles, path: str, shapes: dict[str, tuple[int, ...]]) -> HfExperts:
+def _experts(files: Files, path: str, shapes: dict[str, tuple[int, ...]]) -> HfExperts:
     names = {name: f"{path}.{name}" for name in shapes}
     dtype = files.dtype(names["down_proj"]) if "down_proj" in names else torch.float32
     trained = [name for name in names.values() if name in files.shapes]
@@ -162,7 +163,7 @@ def _experts(files: DeepSpeedFiles, path: str, shapes: dict[str, tuple[int, ...]
     return HfExperts(path, shapes, dtype, read, labels, groups)
 
 
-def _slice(files: DeepSpeedFiles, name: str, expert: int) -> torch.Tensor:
+def _slice(files: Files, name: str, expert: int) -> torch.Tensor:
     return files.read_frozen(name)[expert : expert + 1]
 
 

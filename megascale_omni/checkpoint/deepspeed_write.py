@@ -6,27 +6,26 @@
     FOLDER/TAG/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
 
 A run loads it with ``"checkpoint": {"load_universal": true}`` in its configuration. Weights are rounded from the
-masters there, as every step does. DeepSpeed does not read buffers from it.
+masters there, as every step does. DeepSpeed reads neither buffers nor frozen parameters from it.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megascale_omni.checkpoint.assemble import Source
+from megascale_omni.checkpoint.deepspeed_files import LATEST_UNIVERSAL
 from megascale_omni.checkpoint.filesystem import LocalFileSystem, write_file
 from megascale_omni.checkpoint.hf_view import HfView, hf_view
 from megascale_omni.checkpoint.megatron_keys import MODEL, MOMENTS, OPTIMIZER
 from megascale_omni.checkpoint.opening import Opened
 from megascale_omni.paging.planes import Plane
 
-LATEST = "latest_universal"
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose layout of the files this is."""
 _MOST_GROUPS = 256
@@ -60,7 +59,8 @@ def to_deepspeed(opened: Opened, target: Path, *, tag: str | None = None) -> Pat
         files.make_folder(draft / "zero" / parameter)
         for kind, source in states.items():
             _save(files, draft / "zero" / parameter / f"{kind}.pt", {"param": source.read()})
-        _save(files, draft / "zero" / parameter / "step.pt", float(view.steps))
+        if len(states) > 1:
+            _save(files, draft / "zero" / parameter / "step.pt", float(view.steps))
         files.sync_folder(draft / "zero" / parameter)
     _save(files, draft / "zero" / "optimizer_state.pt", _optimizer(view))
     for prefix in ("", "zero_pp_rank_0_"):  # names under ZeRO 1 and 2, and under ZeRO 3
@@ -68,11 +68,11 @@ def to_deepspeed(opened: Opened, target: Path, *, tag: str | None = None) -> Pat
     for folder in (draft / "zero", draft):
         files.sync_folder(folder)
     files.rename(draft, final)
-    part = target / f".{LATEST}.part"
+    part = target / f".{LATEST_UNIVERSAL}.part"
     if part.exists():
         files.remove(part)
     write_file(files, part, name.encode())
-    files.rename(part, target / LATEST)
+    files.rename(part, target / LATEST_UNIVERSAL)
     files.sync_folder(target)
     return final
 
@@ -84,29 +84,25 @@ def _save(files: LocalFileSystem, path: Path, value: object) -> None:
 
 
 def _parameters(view: HfView) -> Iterator[tuple[str, dict[str, Source]]]:
-    """Every parameter's weights and moments in fp32; zeros where moments were never made."""
+    """Every parameter's weights and moments in fp32; of those that no step has changed weights alone."""
     for name, source in view.dense.items():
         if not name.startswith(MODEL):
             continue
         parameter = name.removeprefix(MODEL)
         weights = view.dense.get(f"{OPTIMIZER}param.{parameter}", _as_fp32(source))
         states = {"fp32": weights}
-        for kind in MOMENTS:
-            found = view.dense.get(f"{OPTIMIZER}{kind}.{parameter}")
-            states[kind] = _zeros(source.shape) if found is None else found
+        states |= {m: view.dense[key] for m in MOMENTS if (key := f"{OPTIMIZER}{m}.{parameter}") in view.dense}
         yield parameter, states
-    for path in view.modules:
-        of_planes = {kind: dict(view.experts(path, plane)) for kind, plane in _FILES.items()}
+    for path, stored in view.modules.items():
+        frozen = view.opened.pages.modules[stored].histories == (None, None)
+        kinds = list(_FILES.items())[: 1 if frozen else None]
+        of_planes = {kind: dict(view.experts(path, plane)) for kind, plane in kinds}
         for name in of_planes["fp32"]:
             yield f"{path}.{name}", {kind: sources[name] for kind, sources in of_planes.items()}
 
 
 def _as_fp32(source: Source) -> Source:
     return Source(torch.float32, source.shape, lambda: source.read().float())
-
-
-def _zeros(shape: tuple[int, ...]) -> Source:
-    return Source(torch.float32, shape, partial(torch.zeros, shape))
 
 
 def _optimizer(view: HfView) -> dict[str, Any]:
@@ -129,6 +125,16 @@ def _tuples(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 
+def _dtypes(view: HfView) -> Iterator[tuple[str, torch.dtype]]:
+    """What parameters are computed with; their numbers are in files of their own, as under ZeRO 3."""
+    for name, source in view.dense.items():
+        if name.startswith(MODEL):
+            yield name.removeprefix(MODEL), source.dtype
+    for path in view.modules:
+        for name, source in view.experts(path, Plane.WEIGHT):
+            yield f"{path}.{name}", source.dtype
+
+
 def _model(view: HfView) -> dict[str, Any]:
     values = view.opened.manifest.values
     position = values.get("position") or {
@@ -138,7 +144,8 @@ def _model(view: HfView) -> dict[str, Any]:
     }
     return {
         **values.get("client", {}),
-        "module": None,
+        "module": {name: torch.empty(0, dtype=dtype) for name, dtype in _dtypes(view)},
+        "buffer_names": [],
         "lr_scheduler": values.get("schedule") if "client" in values else {"last_batch_iteration": view.steps - 1},
         "global_steps": position["global_steps"],
         "global_samples": position["global_samples"],

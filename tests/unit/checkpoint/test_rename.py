@@ -171,6 +171,17 @@ def test_to_deepspeeds_universal_format(tmp_path):
     experts = dict(view.experts("model.layers.0.mlp.experts", Plane.MOMENT2))["down_proj"].read()
     assert torch.equal(read("model.layers.0.mlp.experts.down_proj", "exp_avg_sq.pt")["param"], experts)
     assert (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
+    convert(tmp_path / "u", tmp_path / "r", "--to", "paged", "--style", "hf", "--page-size", "64KiB")
+    again = hf_view(opened(tmp_path / "r"))
+    assert again.steps == STEPS
+    assert again.dense.keys() == view.dense.keys()
+    for name, source in view.dense.items():
+        kept = not name.startswith("model.")  # weights are rounded from masters, which are made up here
+        assert torch.equal(again.dense[name].read(), source.read()) or not kept
+    for path in view.modules:
+        for plane in (Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2):
+            found = {name: source.read() for name, source in again.experts(path, plane)}
+            assert all(torch.equal(found[name], source.read()) for name, source in view.experts(path, plane))
 
 
 def test_what_cannot_be_renamed_is_named(tmp_path, capsys):
