@@ -62,7 +62,7 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
         paging = f"--megascale-disk-path {folder}"
         for name, more in {
             "smallest": f"{paging} --megascale-device-budget {percent:.2f}%",
-            "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 80% "
+            "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 40% "
             "--megascale-prefetch none --megascale-max-lag 0 --megascale-optimizer-device host",
         }.items():
             with delayed_io(f"{name} {rank}", longest=1e-3), trainer(corpus, options, more, megascale=True) as run:
@@ -73,7 +73,8 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
                     wrong[name] = (expected, found)
                 if not manager.stats()["pages_evicted"]:
                     wrong[f"{name}: evicted"] = manager.stats()
-                if (name == "others") != ("pages_stepped_in_host" in manager.stats()):
+                in_host = "pages_stepped_in_host" in manager.stats()  # of fp32 pages host memory holds too few moments
+                if in_host != (name == "others" and "--bf16" in options):
                     wrong[f"{name}: stepped in host memory"] = manager.stats()
         with trainer(corpus, options, more, f"--load {folder}/resident", megascale=True) as run:
             resumed = losses_and_norms(run, 2)

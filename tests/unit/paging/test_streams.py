@@ -111,18 +111,20 @@ def test_a_new_page_gets_a_slot_that_nothing_is_coming_to(tmp_path):
     pages.jobs.complete_all()
     pages.manager.pager.poll()
     pages.send_away(*(e for e in range(4) if pages.tier(e) == "active"))
-    pages.manager.pager.prefetch([pages.id(3)])
+    table, host = pages.manager.table, pages.manager.pager.tiers.host
+    host.tensor(pages.slot_class, int(table.slot[pages.id(0)])).fill_(7.0)
+    pages.manager.pager.prefetch([pages.id(0)])
     pages.jobs.complete_all()
     pages.manager.pager.poll()
-    assert pages.tier(3) == "active"
-    coming = pages.manager.pager.tensor(pages.id(3)).data_ptr()
+    assert pages.tier(0) == "active"
+    coming = pages.manager.pager.tensor(pages.id(0)).data_ptr()
     assert not streams.copies[-1].event.done, "its bytes are still on their way"
-    pages.manager.drop(np.array([pages.id(3)]))
-    (new,) = pages.manager.create(pages.module, Plane.WEIGHT, [3]).tolist()
+    pages.manager.drop(np.array([pages.id(0)]))
+    (new,) = pages.manager.create(pages.module, Plane.WEIGHT, [0]).tolist()
     assert pages.manager.pager.tensor(new).data_ptr() == coming
     pages.manager.page_tensor(new).zero_()
-    with pages.manager.lease(pages.module, Plane.WEIGHT, [3]) as lease:
-        assert not lease.page(3, 0).any()
+    with pages.manager.lease(pages.module, Plane.WEIGHT, [0]) as lease:
+        assert not lease.page(0, 0).any()
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
