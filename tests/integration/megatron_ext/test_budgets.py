@@ -73,8 +73,7 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
                     wrong[name] = (expected, found)
                 if not manager.stats()["pages_evicted"]:
                     wrong[f"{name}: evicted"] = manager.stats()
-                in_host = "pages_stepped_in_host" in manager.stats()  # of fp32 pages host memory holds too few moments
-                if in_host != (name == "others" and "--bf16" in options):
+                if bool(paged_modules(run)[0].adam.deciding) != (name == "others"):
                     wrong[f"{name}: stepped in host memory"] = manager.stats()
         with trainer(corpus, options, more, f"--load {folder}/resident", megascale=True) as run:
             resumed = losses_and_norms(run, 2)
