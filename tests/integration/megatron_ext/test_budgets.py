@@ -73,7 +73,9 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
                     wrong[name] = (expected, found)
                 if not manager.stats()["pages_evicted"]:
                     wrong[f"{name}: evicted"] = manager.stats()
-                if bool(paged_modules(run)[0].adam.deciding) != (name == "others"):
+                adam = paged_modules(run)[0].adam
+                assert adam is not None
+                if bool(adam.deciding) != (name == "others"):
                     wrong[f"{name}: stepped in host memory"] = manager.stats()
         with trainer(corpus, options, more, f"--load {folder}/resident", megascale=True) as run:
             resumed = losses_and_norms(run, 2)
