@@ -96,7 +96,7 @@ def test_what_is_stepped_in_host_memory_neither_moves_nor_is_written_out_meanwhi
             seen += len(lent)
             for page_id in lent:
                 assert page_id not in pager.host._farthest(model.manager.table.slot_class(page_id), count=1000)
-                assert not pager._is_away(page_id)
+                assert not pager.is_away(page_id)
             model.manager.check_integrity()
             if lent:
                 with pytest.raises(RuntimeError, match="shrinks while pages in it are worked on"):
