@@ -65,8 +65,9 @@ def test_where_a_page_is_stepped_changes_no_bit(name, streams, tmp_path):
     assert found.counts["pages_stepped_in_host"] >= 10
 
 
-def test_state_in_host_memory_stays_there_and_less_is_moved(tmp_path):
-    task = Task(dtype=BF16, steps=6, evaluate=False)
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_state_in_host_memory_stays_there_and_less_is_moved(tmp_path, clip):
+    task = Task(dtype=BF16, steps=6, evaluate=False, clip=clip)
     moved = {}
     for in_host in (False, True):
         found = train(replace(task, in_host=in_host), options(tmp_path))

@@ -7,6 +7,7 @@ import torch
 
 from megascale_omni.config import Checksum
 from megascale_omni.paging.budget import Budget
+from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.layout import ExpertShape, PageLayout, SlotClass
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
@@ -39,10 +40,11 @@ class Pages:
         prefetch: bool = True,
         checksum: Checksum = "crc32",
         mover: Mover | None = None,
+        copier: Copier | None = None,
     ) -> None:
         options = PagingOptions(device_budget=Budget(nbytes=0), disk_path=folder, prefetch=prefetch, checksum=checksum)
         self.mover = ManualMover() if mover is None else mover
-        self.manager = ExpertManager(device=CPU, options=options, mover=self.mover, poison=True)
+        self.manager = ExpertManager(device=CPU, options=options, mover=self.mover, copier=copier, poison=True)
         self.module: PagedModule = self.manager.add_module(
             path="experts", layout=layout, num_experts=experts, dtypes=dict.fromkeys(planes, torch.float32)
         )
