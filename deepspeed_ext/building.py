@@ -44,11 +44,12 @@ def init(config: str | Path | Mapping[str, Any]) -> Iterator[None]:
         ValueError: a bad or missing section, something that it does not support, or ZeRO-3's own way to build models
             in force at the same time.
     """
-    values = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    values = dict(config) if isinstance(config, Mapping) else _read(Path(config))
     section = section_of(values)
     if section is None:
         yield
         return
+    _refuse_auto(values)
     support.check(values, mpu=None)
     _refuse_zero_init()
     import deepspeed
@@ -58,6 +59,27 @@ def init(config: str | Path | Mapping[str, Any]) -> Iterator[None]:
     with builder.in_force():
         yield
     builder.finish()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises ValueError for a file that is no DeepSpeed configuration."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"DeepSpeed configuration {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"DeepSpeed configuration {path} must be a JSON object, not a {type(values).__name__}")
+    return values
+
+
+def _refuse_auto(values: Mapping[str, Any]) -> None:
+    """A Trainer fills in "auto", but after the model was built: pages need to know their dtype before."""
+    for name in ("bf16", "bfloat16", "fp16"):
+        if (values.get(name) or {}).get("enabled") == "auto":
+            raise ValueError(
+                f'{name}.enabled="auto" is not known yet when a model is built under deepspeed_ext.init; write true or '
+                "false"
+            )
 
 
 def _refuse_zero_init() -> None:
@@ -102,8 +124,9 @@ class _Builder:
         """Replaces the modules.
 
         Raises:
-            RuntimeError: a module whose tensors have not all arrived.
+            ValueError: two models with experts. RuntimeError: a module whose tensors have not all arrived.
         """
+        self._refuse_two_models()
         for model in reversed(self._models):  # a model is recorded after its parts
             for path, module in list(model.named_modules()):
                 if not is_hf_experts(module):
@@ -115,6 +138,17 @@ class _Builder:
                 experts.train(module.training)
                 self._run.manager.numbering.rename(experts.pages.entry.module, path)
                 replace_module(model, module, experts)
+
+    def _refuse_two_models(self) -> None:
+        """An engine has all pages of a block."""
+        parts = {id(part) for model in self._models for part in model.modules() if part is not model}
+        whole = [model for model in self._models if id(model) not in parts]
+        found = [type(model).__name__ for model in whole if any(is_hf_experts(part) for part in model.modules())]
+        if len(found) > 1:
+            raise ValueError(
+                f"{len(found)} models with experts ({', '.join(found)}) were built in one deepspeed_ext.init block; "
+                "give each a block of its own"
+            )
 
     # -- what stock's functions become
 

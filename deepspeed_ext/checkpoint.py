@@ -203,6 +203,41 @@ def has_pages(folder: Path) -> bool:
     return (folder / FOLDER / "manifest.json").is_file()
 
 
+def check(folder: Path, *, paged: bool, stage: int, module_only: bool) -> None:
+    """Refuses what ``load_checkpoint`` could not load: ``folder`` is that of a tag, ``stage`` the engine's ZeRO stage.
+
+    An engine without ZeRO whose optimizer is partitioned nevertheless counts as stage 1.
+
+    Raises:
+        ValueError: no such folder, one without (whole) pages for a model with experts in pages, or of a ZeRO stage
+        whose files are others.
+    """
+    if not folder.is_dir():
+        found = sorted(path.name for path in folder.parent.glob("*/") if any(path.glob("*_states.pt")))
+        raise ValueError(f"{folder} does not exist; {folder.parent} has {', '.join(found) or 'no checkpoint'}")
+    if paged and not has_pages(folder):
+        if (folder / FOLDER).is_dir():
+            raise ValueError(f"{folder / FOLDER} has no manifest.json: the checkpoint is not whole")
+        raise ValueError(
+            f"{folder} was saved without megascale: DeepSpeed's files have the experts in a layout that only stock "
+            "reads; load it in stock, save_pretrained() the model, and start from that"
+        )
+    saved = _stage_kind(folder)
+    wanted = "ZeRO 3" if stage == 3 else "ZeRO 1 or 2" if stage else "no ZeRO"
+    if saved != wanted and (not module_only or "ZeRO 3" in (saved, wanted)):
+        raise ValueError(
+            f"{folder} was saved under {saved} and this engine has {wanted}: DeepSpeed's own files load under theirs "
+            "only; deepspeed_ext.elastic has checkpoints that load under every stage"
+        )
+
+
+def _stage_kind(folder: Path) -> str:
+    """The ZeRO stages that DeepSpeed's files in a folder load under."""
+    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+        return "ZeRO 3"
+    return "ZeRO 1 or 2" if any(folder.glob("*zero_pp_rank_*_optim_states.pt")) else "no ZeRO"
+
+
 @contextmanager
 def hidden(run: Run) -> Iterator[None]:
     """While it lasts, state dicts of modules have no experts: a checkpoint keeps them in files of their own."""
@@ -217,7 +252,7 @@ def attempt(what: Callable[[], None]) -> str | None:
     """The error of a piece of work that only some ranks may fail in."""
     try:
         what()
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of whatever kind: the other ranks wait to be told
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -48,12 +48,12 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
     Raises:
         ValueError: an unknown key, a bad value, one without effect beside the others, a section without ``"enabled"``.
     """
-    values = ds_config.get(SECTION)
-    if values is None:
-        near = [str(key) for key in ds_config if str(key).lower().replace("_", "").replace("-", "") == SECTION]
+    if SECTION not in ds_config:
+        near = [str(key) for key in ds_config if _is_near(str(key))]
         if near:
             raise ValueError(f"unknown DeepSpeed configuration key {near[0]!r}; did you mean {SECTION!r}?")
         return None
+    values = ds_config[SECTION]
     if not isinstance(values, Mapping):
         raise ValueError(f'"{SECTION}": {values!r} must be a section of options, e.g. "{SECTION}": {{"enabled": true}}')
     sections = _sorted_into_sections(values)
@@ -77,6 +77,12 @@ def section_of(ds_config: Mapping[str, object]) -> Section | None:
     return Section(config=config, expert_parallel_size=ranks) if enabled else None
 
 
+def _is_near(key: str) -> bool:
+    """Whether a key, which DeepSpeed would pass over, was meant to be the section."""
+    plain = key.lower().replace("_", "").replace("-", "")
+    return bool(difflib.get_close_matches(plain, [SECTION], n=1, cutoff=0.8))
+
+
 def _refuse_unsupported(config: MegaScaleConfig) -> None:
     """Raises ValueError for an option that only another adapter carries out."""
     default = MegaScaleConfig()
@@ -97,15 +103,27 @@ def _sorted_into_sections(values: Mapping[str, object]) -> dict[str, dict[str, o
         if key in names:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{SECTION}.{key}={value!r} must be a section of options, e.g. {{...}}")
-            sections.setdefault(key, {}).update(value)
+            _put(sections, key, value)
         elif key in homes:
-            sections.setdefault(homes[key], {})[key] = value
+            _put(sections, homes[key], {key: value})
         elif key not in _OWN:
             known = [*_OWN, *homes, *names]
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ValueError(f"unknown key {SECTION}.{key}; {hint}")
     return sections
+
+
+def _put(sections: dict[str, dict[str, object]], name: str, options: Mapping[str, object]) -> None:
+    """Adds options to a section. Raises ValueError for one that is there already."""
+    section = sections.setdefault(name, {})
+    for option, value in options.items():
+        if option in section:
+            raise ValueError(
+                f"{SECTION}.{option} is given twice, {json.dumps(section[option])} and {json.dumps(value)}: flat and "
+                f'in "{name}"; leave one of them out'
+            )
+        section[option] = value
 
 
 def _homes() -> dict[str, str]:

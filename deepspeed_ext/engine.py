@@ -62,7 +62,10 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.experts_step: ExpertsStep | None = None
         self._places, optimizer, model_parameters = _remapped(moved, optimizer, model_parameters)
         self._in_step = False
+        self._forwards = 0
+        """In training, since the last step: several may be in one loss."""
         moved.gone.clear()
+        _refuse_experts_alone(model, moved, config)
         super().__init__(
             args,
             model,
@@ -110,8 +113,12 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._let_zero_grad_drop_pages()
 
     def _backwards_of_a_step(self) -> int | None:
-        """Where the caller says when a step comes, nobody knows before."""
-        return int(self.gradient_accumulation_steps()) if self.managed_gradient_accumulation() else None
+        """Of a module: one for each forward of the step, known in its last micro-batch.
+
+        Before that, and where the caller says when a step comes, nobody knows.
+        """
+        known = self.managed_gradient_accumulation() and self.is_gradient_accumulation_boundary()
+        return self._forwards if known else None
 
     def _let_zero_grad_drop_pages(self) -> None:
         """The optimizer's ``zero_grad`` makes gradient pages absent too."""
@@ -162,6 +169,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
                 step.apply()
                 step.run.manager.schedule.end_step()
             step.gradients.drop()
+        self._forwards = 0
         if self.clip_report is not None and self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(monitor_events(self.clip_report, self.global_samples))
 
@@ -180,6 +188,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         phase = Phase.FORWARD if self.module.training and torch.is_grad_enabled() else Phase.EVAL
         if phase is Phase.FORWARD and schedule.moment.step <= self.global_steps:
             schedule.begin_step(self.global_steps + 1)
+        self._forwards += phase is Phase.FORWARD
         micro_batch = self.micro_steps % self.gradient_accumulation_steps()
         with schedule.enter(phase, micro_batch=micro_batch):
             return super().forward(*inputs, **kwargs)
@@ -217,17 +226,16 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         """As stock, pages included.
 
         Raises:
-            ValueError: a checkpoint of another model, without pages, or with damaged ones.
+            ValueError: a checkpoint of another model or ZeRO stage, without pages, or with damaged ones.
         """
         if self.load_universal_checkpoint():
             raise ValueError("universal checkpoints are not supported with megascale; load the checkpoint itself")
         tag = checkpoint.tag_of(Path(load_dir), tag)
         folder = None if tag is None else Path(load_dir) / tag
-        if folder is not None and self.modules_in_pages and not checkpoint.has_pages(folder):
-            raise ValueError(
-                f"{folder} was saved without megascale: DeepSpeed's files have the experts in a layout that only stock "
-                "reads; load it in stock, save_pretrained() the model, and start from that"
-            )
+        if folder is not None:
+            stage = int(self.zero_optimization_stage()) or int(hasattr(self.optimizer, "dp_process_group"))
+            steps = self.experts_step is not None and not load_module_only and (stage > 0 or load_optimizer_states)
+            checkpoint.check(folder, paged=bool(self.modules_in_pages), stage=stage, module_only=not steps)
         with checkpoint.hidden(self.run):
             path, client_state = super().load_checkpoint(
                 load_dir,
@@ -296,6 +304,17 @@ def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) 
             'module: "clip": {"mode": "cmsa"}'
         )
     return run, moved
+
+
+def _refuse_experts_alone(model: torch.nn.Module, moved: Moved, config: Mapping[str, Any]) -> None:
+    """Raises ValueError where ZeRO would have no parameter to train."""
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    trainable = any(experts.trainable for experts in moved.modules)
+    if stage and trainable and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"nothing but experts trains, which are in pages with megascale: ZeRO {stage} needs at least one other "
+            'parameter that does; leave one unfrozen, or use "zero_optimization": {"stage": 0}'
+        )
 
 
 def _remapped(

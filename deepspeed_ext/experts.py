@@ -66,6 +66,13 @@ class DeepSpeedExperts(PagedExperts):
         """Stock's tensors of all experts, wherever they are. A collective where ranks divide them."""
         return whole(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - copy, deepcopy and pickle all ask for this
+        """Refused: pages belong to one engine."""
+        raise TypeError(
+            f"{self.path}: experts in pages cannot be copied or pickled; copy the model before deepspeed.initialize "
+            "(or load it twice, each in a deepspeed_ext.init block of its own), and save its state_dict() only"
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DeepSpeedExperts:
         """Module-wide conversions may change nothing about pages: these keep the dtype they were made with."""
         probe = fn(torch.empty(0, dtype=self.pages.dtypes[Plane.WEIGHT], device=self.manager.arena.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,21 +74,40 @@ def write_recovery_script(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of the script beside a checkpoint."""
+    """Command line of the script beside a checkpoint: stock's options but `--debug`, and always safetensors."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip())
     parser.add_argument("checkpoint_dir", help="folder with the file `latest`")
     parser.add_argument("output_dir", help="folder for model.safetensors")
     parser.add_argument("-t", "--tag", help="another tag than that of `latest`")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file, e.g. 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="is done anyway")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="experts stay")
     args = parser.parse_args(argv)
     import deepspeed.utils.zero_to_fp32 as stock
-    from safetensors.torch import save_file
 
     import deepspeed_ext  # noqa: F401 - makes stock's function know pages
 
-    state = stock.get_fp32_state_dict_from_zero_checkpoint(args.checkpoint_dir, tag=args.tag)
-    output = Path(args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
+    state = stock.get_fp32_state_dict_from_zero_checkpoint(
+        args.checkpoint_dir, tag=args.tag, exclude_frozen_parameters=args.exclude_frozen_parameters
+    )
+    names = _write(Path(args.output_dir), state, max_shard_size=args.max_shard_size)
+    print(f"{len(state)} tensors in {', '.join(str(Path(args.output_dir) / name) for name in names)}")
+
+
+def _write(folder: Path, state: dict[str, torch.Tensor], *, max_shard_size: str) -> list[str]:
+    """Files of at most a size, with an index where there are several; their names."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
     # Tied tensors are one tensor under two names, which the format has no word for.
     own = {name: tensor.contiguous().clone() for name, tensor in state.items()}
-    save_file(own, output / "model.safetensors", metadata={"format": "pt"})
-    print(f"{len(own)} tensors in {output / 'model.safetensors'}")
+    split = split_torch_state_dict_into_shards(
+        own, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: own[name] for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return list(split.filename_to_tensors)

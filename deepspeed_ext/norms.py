@@ -44,7 +44,7 @@ class SharedNorm:
         """Clips parameters of a plain torch optimizer, as ``deepspeed.runtime.utils.clip_grad_norm_`` does."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         norms = [gradient.detach().float().norm(2) for gradient in gradients]
-        norms.append(torch.tensor(self.experts, device=norms[0].device))
+        norms.append(torch.tensor(self.experts, device=norms[0].device if norms else None))
         total = torch.stack(norms).pow(2).sum().pow(0.5)
         self.total = float(total)
         self._plain = torch.clamp(self.max_norm / (total + 1e-6), max=1.0)

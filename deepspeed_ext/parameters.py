@@ -17,6 +17,7 @@ from deepspeed_ext.experts import DeepSpeedExperts
 from megascale_omni.optimizer.paged_adam import GroupBinding
 
 Group = dict[str, Any]
+_NAMES = ("params", "param_names")
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Places:
         for experts in modules:
             if experts in self.weights or not experts.trainable:
                 continue
-            settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            settings = [_settings(group, besides=_NAMES) for group in groups]
             if any(one != settings[0] for one in settings):
                 raise ValueError(
                     f"{experts.path} was built in pages, and the optimizer has parameter groups with different "
@@ -83,7 +84,13 @@ def without_experts(model_parameters: Iterable[Any], moved: Moved) -> tuple[list
     given = list(model_parameters)
     places = Places()
     if not given or not isinstance(given[0], dict):
-        return _remaining(given, 0, moved, places), places
+        remaining = _remaining(given, 0, moved, places)
+        if given and not remaining:
+            raise ValueError(
+                "model_parameters has experts only, which are in pages with megascale: DeepSpeed's optimizer would "
+                "have no parameter; put at least one other into the list"
+            )
+        return remaining, places
     kept: list[Group] = []
     for number, group in enumerate(given):
         members = group["params"]
@@ -107,6 +114,9 @@ def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
                 f"the optimizer has state of {moved.owner[id(stepped[0])][0].path} already; give deepspeed.initialize "
                 "a new optimizer and load the state with engine.load_checkpoint"
             )
+        if "param_names" in group:  # it was made from named_parameters()
+            named = zip(group["params"], group["param_names"], strict=True)
+            group["param_names"] = [name for parameter, name in named if id(parameter) not in moved.owner]
         kept.append({**group, "params": _remaining(list(group["params"]), number, moved, places)})
     left = _without_empty(kept, places)
     for group, changed in zip(optimizer.param_groups, kept, strict=True):
@@ -125,7 +135,7 @@ def watched(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.o
 
     def made(parameters: list[Any]) -> torch.optim.Optimizer:
         optimizer = make(parameters)
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        settings = [_settings(group, besides=_NAMES) for group in optimizer.param_groups]
         given_groups = bool(parameters) and isinstance(parameters[0], dict)
         if not given_groups and any(one != settings[0] for one in settings):
             raise ValueError(
@@ -174,6 +184,6 @@ def _without_empty(groups: list[Group], places: Places) -> list[Group]:
     return [groups[number] for number in left]
 
 
-def _settings(group: Group) -> Group:
+def _settings(group: Group, *, besides: tuple[str, ...] = (*_NAMES, "name", "moe")) -> Group:
     """What a group says about steps; DeepSpeed names groups of experts besides."""
-    return {key: value for key, value in group.items() if key not in ("params", "name", "moe")}
+    return {key: value for key, value in group.items() if key not in besides}

@@ -109,7 +109,9 @@ def run_for(section: Section, *, expert_parallel_size: int | None = None) -> Run
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
-    return Run.create(section, device=device, ranks=_ranks(expert_parallel_size or section.expert_parallel_size))
+    ranks = _ranks(expert_parallel_size or section.expert_parallel_size)
+    with said_in_json():
+        return Run.create(section, device=device, ranks=ranks)
 
 
 def _ranks(size: int) -> Ranks:

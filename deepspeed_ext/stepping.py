@@ -180,12 +180,12 @@ def arithmetic_of(
             raise ValueError(f"{name} without bias_correction is not supported with megascale; leave it on")
     else:
         raise ValueError(f"optimizer {name} is not supported with megascale; use Adam or AdamW")
-    if defaults.get("maximize"):
+    if any(group.get("maximize") for group in (defaults, *basic.param_groups)):
         raise ValueError("maximize is not supported with megascale; minimise the negated loss")
     return arithmetic_for(
         decoupled=decoupled,
         fused=bool(defaults.get("fused")),
-        amsgrad=bool(defaults.get("amsgrad", False)),
+        amsgrad=any(bool(group.get("amsgrad", False)) for group in (defaults, *basic.param_groups)),
         device=None if defaults.get("foreach") is False else device,
         kernels=kernels,
     )

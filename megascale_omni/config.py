@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -117,6 +118,10 @@ class PagingConfig:
         for key in ("device_budget", "host_budget"):
             if getattr(self, key) not in (None, "auto"):
                 parse_budget(getattr(self, key), key=f"paging.{key}")
+        if self.disk_path is not None:
+            if not isinstance(self.disk_path, str | os.PathLike) or not os.fspath(self.disk_path):
+                raise ValueError(f"paging.disk_path={self.disk_path!r} must be the path of a folder")
+            object.__setattr__(self, "disk_path", os.fspath(self.disk_path))
         if self.device_budget is not None and self.disk_path is None:
             raise ValueError(
                 f"paging.device_budget={self.device_budget} needs a folder on a disk for the pages that do not fit; "

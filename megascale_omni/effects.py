@@ -33,7 +33,7 @@ def _has_host_memory(config: MegaScaleConfig) -> bool:
     paging = config.paging
     if paging.device_budget is None:
         return False
-    return paging.host_budget == "auto" or parse_budget(paging.host_budget, key="paging.host_budget").bytes_of(1) > 0
+    return paging.host_budget == "auto" or not parse_budget(paging.host_budget, key="paging.host_budget").is_nothing
 
 
 _HEAT = tuple(f"heat.{item.name}" for item in fields(MegaScaleConfig().heat) if item.name != "enabled")

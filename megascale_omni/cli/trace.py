@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megascale_omni.paging.replay import Moved
+    from megascale_omni.paging.minimum import Moved
     from megascale_omni.paging.trace import Trace
 
 NAME = "trace"

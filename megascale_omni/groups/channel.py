@@ -14,6 +14,7 @@ what one gathers or broadcasts; the bytes are the same.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,13 +143,20 @@ class Channel:
         deadline = time.monotonic() + _ANSWER_SECONDS
         try:
             store.set(_KEY.format(own), "alive")
-        except RuntimeError:  # the store went with the rank that kept it
-            return []
+        except RuntimeError:
+            return self._keeper()
         gone = []
         for peer in [p for p in self.global_ranks if p != own]:
             left = max(0.1, deadline - time.monotonic())
             try:
                 store.wait([_KEY.format(peer)], timedelta(seconds=left))
+            except dist.DistNetworkError:
+                return self._keeper()
             except RuntimeError:
                 gone.append(peer)
         return gone
+
+    def _keeper(self) -> list[int]:
+        """The rank that the store went with: 0 keeps it, unless the launcher does."""
+        launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return [] if launcher or 0 not in self.global_ranks else [0]

@@ -21,6 +21,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from megascale_omni.kernels.interpreter import is_interpreted
 from megascale_omni.optimizer.arithmetic import CHUNK, StepScalars, check_tensors, chunks
 from megascale_omni.optimizer.history import StepRecord
 
@@ -28,8 +29,8 @@ from megascale_omni.optimizer.history import StepRecord
 class _CudaAdam:
     """See [Note: one arithmetic on two processors].
 
-    ``kernels`` steps with a Triton kernel (on the device, or interpreted); without it the device uses torch's foreach
-    functions themselves and the host the operations above.
+    ``kernels`` steps with a Triton kernel on the device (or interpreted); without it the device uses torch's foreach
+    functions themselves. In host memory it is the operations above either way.
     """
 
     name: str
@@ -65,7 +66,7 @@ class _CudaAdam:
         check_tensors(**tensors)
         if not records or not p.numel():
             return
-        if self.kernels:
+        if self.kernels and (p.device.type == "cuda" or is_interpreted()):
             from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
 
             launch_adam([AdamSegment(p=p, m=m, v=v, g=g, records=records)], decoupled=self.decoupled)

@@ -15,7 +15,6 @@ from megascale_omni.optimizer.arithmetic import AdamArithmetic
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdam, CudaAdamW, fuses_multiply_add
 from megascale_omni.optimizer.history import StepRecord
 from megascale_omni.optimizer.places import Rates, Settled, StepBytes, settle
-from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.planes import Plane
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def settle_for(choice: OptimizerDevice, *, modules: Sequence[PagedExperts], arit
     if not modules:
         return Settled("device", "no page is stepped")
     manager = modules[0].manager
-    device, host_slots = manager.arena.device, manager.pager.can_evict and not _is_nothing(manager.options.host_budget)
+    device, host_slots = manager.arena.device, manager.pager.can_evict and not manager.options.host_budget.is_nothing
     dtypes = [module.pages.dtypes for module in modules]
     numbers = max(
         (StepBytes.of(weight=found[Plane.WEIGHT], gradient=found[Plane.GRADIENT]) for found in dtypes),
@@ -90,7 +89,3 @@ def settle_for(choice: OptimizerDevice, *, modules: Sequence[PagedExperts], arit
         where = "where they lie" if settled.in_host else "on the device"
         logger.info("pages whose optimizer state lies in host memory are stepped %s: %s", where, settled.why)
     return settled
-
-
-def _is_nothing(budget: Budget) -> bool:
-    return budget.nbytes == 0 or budget.fraction == 0

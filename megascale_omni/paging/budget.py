@@ -16,6 +16,11 @@ class Budget:
     nbytes: int | None = None
     fraction: float | None = None
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no page fits in it, however many there are."""
+        return self.nbytes == 0 or self.fraction == 0
+
     def bytes_of(self, total: int) -> int:
         """The budget in bytes when all pages together have ``total``."""
         if self.nbytes is not None:

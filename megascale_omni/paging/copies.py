@@ -56,6 +56,9 @@ class Copier:
     def arrived(self, slot: torch.Tensor) -> None:
         """Waits, on this thread, until what was loaded into a device slot is there."""
 
+    def vacant(self, slot: torch.Tensor) -> None:
+        """Waits, on this thread, until no copy reads a host slot that is to be filled."""
+
     def settle(self) -> None:
         """Waits until no copy is going on."""
 
@@ -161,6 +164,13 @@ class StreamCopier(Copier):
             arrival = self._arriving.get(slot.data_ptr())
         if arrival is not None:
             self.streams.host_waits(arrival[1])
+
+    def vacant(self, slot: torch.Tensor) -> None:
+        """See :class:`Copier`."""
+        with self._lock:
+            event = self._leaving.get(slot.data_ptr())
+        if event is not None:
+            self.streams.host_waits(event)
 
     def settle(self) -> None:
         """See :class:`Copier`. Copies to the host are waited for by those who make them."""

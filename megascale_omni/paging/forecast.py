@@ -41,9 +41,12 @@ class Visit:
     planes: tuple[Plane, ...]
 
     @property
-    def kind(self) -> tuple[Phase, int]:
-        """What makes two visits the same for the forecast. An empty module may be visited without its gradients."""
-        return self.phase, self.module
+    def kind(self) -> tuple[Phase, int, bool]:
+        """What makes two visits the same for the forecast: phase, module, and whether gradients alone are looked at.
+
+        Otherwise planes do not matter: an empty module may be visited without its gradients.
+        """
+        return self.phase, self.module, self.planes == (Plane.GRADIENT,)
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -66,6 +69,7 @@ class Forecast:
         self._now: list[Visit] = []
         self._coming: list[Visit] = []
         self._origin = 0  # time of the first visit of _coming
+        self._step_ends = 0  # place in _coming where what is foretold of the step at hand ends
         self._places: dict[int, list[int]] = {}  # of each module in _coming
         self._pass: list[Visit] = []  # evaluation: one pass
         self._passes = 2  # of the last evaluation
@@ -98,6 +102,7 @@ class Forecast:
         self._last, self._now = self._now, []
         if self._evaluated is None:
             self._foretell(self._last * 2, keeps=as_foretold)
+            self._step_ends = len(self._last)
 
     def _evaluate(self, visit: Visit) -> None:
         if self._evaluated is None:
@@ -131,7 +136,7 @@ class Forecast:
 
     def _foretell(self, visits: list[Visit], *, shift: int = 1, keeps: bool = False) -> None:
         """``visits`` are what comes, from now on (``shift`` 0: the first is the one that is beginning)."""
-        self._coming, self._origin = visits, self.time + shift
+        self._coming, self._origin, self._step_ends = visits, self.time + shift, len(visits)
         self._index()
         if not keeps:
             self.generation += 1
@@ -142,12 +147,16 @@ class Forecast:
             self._places.setdefault(visit.module, []).append(place)
 
     def _follow(self, visit: Visit) -> None:
-        """Keeps what was foretold in step with what happens."""
+        """Keeps what was foretold in step with what happens.
+
+        A visit that is foretold a little later has come early; one that is not foretold for this step is one more.
+        """
         place = self.time - self._origin
         if 0 <= place < len(self._coming) and self._coming[place].kind == visit.kind:
             return
         self.generation += 1
-        ahead = [v.kind for v in self._coming[place : place + LONGEST_DEVIATION]] if place >= 0 else []
+        until = min(place + LONGEST_DEVIATION, self._step_ends)
+        ahead = [v.kind for v in self._coming[place:until]] if place >= 0 else []
         if visit.kind in ahead:
             self._origin -= ahead.index(visit.kind)
         else:

@@ -6,6 +6,10 @@ disk. A page is in one tier only: one that is loaded gives its host slot back. S
 makes room at once. A dirty one is written from its host slot, and stays where it is while that lasts; so a few slots
 are kept free by writing behind, those first that are needed last [Note: pace]. Where there is no room all the same, the
 page that leaves goes to disk itself.
+
+What is asked for ahead and has no room in the device arena yet is read from disk into host memory: into slots that
+writing behind need not keep free, or in the place of a clean page that is needed later. From there it comes over the
+link, which is faster. One reader is left free, lest a page that is waited for stands in a queue.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, HOST, TierKind
+
+MOST_RISING = 1
+"""Pages that are read ahead from disk to host memory at once: a reader is left to pages that are waited for."""
 
 
 class HostTier:
@@ -89,6 +96,51 @@ class HostTier:
         slot = arena.allocate(slot_class) if arena.has_room(slot_class) else None
         self._write_behind(slot_class)
         return slot
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there is a host arena at all."""
+        return any(self._tiers.host.limit(slot_class) for slot_class in self._tiers.host.slot_classes())
+
+    def read_ahead(self, wanted: Iterable[int]) -> None:
+        """Starts to read pages that the device has no room for; ``wanted`` is the order of need."""
+        rising = sum(flight.kind is FlightKind.RISING for flight in self._flights.values())
+        for page_id in wanted:
+            if self._table.tier[page_id] != TierKind.DISK or page_id in self._flights:
+                continue
+            slot = self._slot_ahead(page_id) if rising < MOST_RISING else None
+            if slot is None:
+                return
+            self._rise(page_id, slot)
+            rising += 1
+
+    def _slot_ahead(self, page_id: int) -> int | None:
+        """A slot for a page that is read ahead; None: those that are there are needed more."""
+        slot_class, arena = self._table.slot_class(page_id), self._tiers.host
+        limit = arena.limit(slot_class) or 0
+        if not limit:
+            return None
+        if limit - arena.used(slot_class) <= self._pace.behind(limit):
+            others = self._farthest(slot_class, count=1).tolist()
+            if not others or self._table.dirty[others[0]] or not self._later(others[0], page_id):
+                return None
+            self._sunk(others[0])
+        return arena.allocate(slot_class) if arena.has_room(slot_class) else None
+
+    def _rise(self, page_id: int, slot: int) -> None:
+        slot_class, offset = self._table.slot_class(page_id), int(self._table.disk_offset[page_id])
+        held, disk, mover = self._tiers.host.tensor(slot_class, slot), self._tiers.disk, self._tiers.mover
+        assert disk is not None
+        assert mover is not None
+
+        def read() -> None:
+            self._tiers.copier.vacant(held)
+            disk.read(offset, held, name=lambda: self._table.numbering.describe(page_id))
+
+        future = mover.read(self._pace.reading(read))
+        self._flights[page_id] = Flight(FlightKind.RISING, future, slot, TierKind.HOST)
+        self._counts["pages_read_ahead"] += 1
+        self._counts["bytes_read_ahead"] += slot_class.nbytes
 
     def _later(self, page_id: int, than: int) -> bool:
         """Whether a page is needed later than another; of equals, the one used longer ago is."""

@@ -36,11 +36,12 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
     if len(lost):
         raise RuntimeError(f"{table.numbering.describe(int(lost[0]))} is on disk, but its bytes there are not current")
     for page_id in pager.host.lent:
-        if table.tier[page_id] != TierKind.HOST or page_id in dict(pager.flights()):
+        if table.tier[page_id] != TierKind.HOST or page_id in pager.flights:
             raise RuntimeError(
                 f"{table.numbering.describe(page_id)} is worked on in host memory but {table.state(page_id).value}"
             )
-    for page_id, kind in pager.flights():
+    for page_id, flight in pager.flights.items():
+        kind = flight.kind
         right = {FlightKind.LEAVING: (TierKind.DEVICE,), FlightKind.SINKING: (TierKind.HOST,)}.get(kind, AWAY)
         if table.tier[page_id] not in right or table.pins[page_id]:
             raise RuntimeError(
@@ -61,7 +62,7 @@ def _check_owners(table: PageTable, pager: Pager, arena: Arena) -> None:
 
     for page_id in np.nonzero(table.tier == arena.kind)[0].tolist():
         claim(page_id, int(table.slot[page_id]))
-    for page_id, slot, target in pager.slots_on_their_way():
+    for page_id, slot, target in pager.flights.slots():
         if target is arena.kind:
             claim(page_id, slot)
     for slot_class in arena.slot_classes():

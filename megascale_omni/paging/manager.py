@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megascale_omni.config import Checksum
-from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, StreamCopier
 from megascale_omni.paging.disk import DiskFile
@@ -34,10 +32,9 @@ from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.pinned import cuda_runtime
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
 from megascale_omni.paging.streams import CudaStreams
+from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
-from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
-from megascale_omni.paging.work import PageWork, wanted_here
 from megascale_omni.schedule import Phase, Schedule
 
 CatchUp = Callable[[PagedModule, np.ndarray], None]
@@ -83,7 +80,7 @@ class ExpertManager:
         self.schedule.on_step(self.outlook.end_step)
         self.schedule.on_step(self._apply_resize)
         self.observers: list[Observer] = []
-        self._visits = Visits(self)
+        self._sweeps = Sweeps(self)
         self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
@@ -221,7 +218,8 @@ class ExpertManager:
                 self.table.pin(new[made : made + 1])  # making room for the next must not send this one away
                 made += 1
         finally:
-            self.table.unpin(new[:made])
+            if made:
+                self.pager.release(new[:made])
             if made < len(new):
                 self._drop(new[:made])
         for observer in self.observers if len(new) else ():
@@ -263,7 +261,7 @@ class ExpertManager:
 
     def work_in_host(self, deciding: tuple[Plane, ...]) -> None:
         """Pages whose planes ``deciding`` lie in host memory are stepped there: they are not fetched ahead."""
-        self._visits.in_host = deciding
+        self._sweeps.visits.in_host = deciding
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -304,7 +302,7 @@ class ExpertManager:
         """For leases: unpins. On an accelerator copies of these slots wait for the kernels issued so far."""
         if self.pager.can_evict:
             self.pager.tiers.copier.released(map(self.pager.tensor, page_ids.tolist()))
-        self.table.unpin(page_ids)
+        self.pager.release(page_ids)
         for observer in self.observers:
             observer.released(page_ids)
 
@@ -333,38 +331,7 @@ class ExpertManager:
         where the caller does not come back for the next wave they are absent again, being half written. Planes ``soon``
         of a wave's pages are brought meanwhile: the caller leases them itself, page by page.
         """
-        resident = self.arena.device.type == "cuda" and not self.pager.can_evict
-        nbytes = RESIDENT_BATCH_BYTES if resident else None
-        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
-        slices = module.entry.num_slices
-        pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
-        self._visits.begin(module, phase, (*planes, *soon), pages)
-        ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
-        groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
-        others = [module.ids_by_page(soon, batch) for batch in batches] if soon else []
-        for number, items in enumerate(batches):
-            if Plane.WEIGHT in ids:
-                self.catch_up(module, ids[Plane.WEIGHT][number])
-            leases: dict[Plane, Lease] = {}
-            new: np.ndarray = groups[number][:0]
-            try:
-                for plane in planes:
-                    if plane is create:
-                        new = self.create_ids(module, plane, ids[plane][number])
-                    leases[plane] = self.lease_ids(module, plane, ids[plane][number])
-                self._visits.reached(module, items[-1])
-                coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
-                if others:
-                    after = zip(coming, islice(others, number + 1, None), strict=True)
-                    coming = chain([others[number]], chain.from_iterable(after))
-                self._visits.ask(module, coming)
-                fresh = frozenset((key.expert, key.slice) for key in map(self.key, new.tolist()))
-                yield Wave(items=items, leases=leases, fresh=fresh)
-                new = new[:0]
-            finally:
-                for lease in leases.values():
-                    lease.release()
-                self.drop(new)
+        return self._sweeps.waves(module, experts, planes=planes, phase=phase, create=create, soon=soon)
 
     def sweep(
         self,
@@ -383,26 +350,9 @@ class ExpertManager:
         are made, filled with zeros. Where all pages of the planes ``deciding`` lie in host memory, those that lie there
         are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`.
         """
-        if not names:
-            return
-        pairs = np.asarray(names, dtype=np.int64)
-        self._visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
-        groups = np.stack([module.ids(plane, names) for plane in planes], axis=1)
-        for number, (name, group) in enumerate(zip(names, groups, strict=True)):
-            for column, plane in enumerate(planes if zeros else ()):
-                if plane in zeros:
-                    for page_id in self.create_ids(module, plane, group[column : column + 1]).tolist():
-                        self.page_tensor(page_id).zero_()
-            work = PageWork(self, group, deciding=deciding)
-            try:
-                if write:  # at once: the caller may never come back
-                    self.mark_dirty(group)
-                self._visits.reached(module, name)
-                coming = islice(groups, number + 1, number + 1 + SWEEP_AHEAD)
-                self._visits.ask(module, (wanted_here(self.table, g, deciding=deciding, planes=planes) for g in coming))
-                yield name, work.tensors()
-            finally:
-                work.release()
+        return self._sweeps.pages(
+            module, names, planes=planes, phase=phase, write=write, zeros=zeros, deciding=deciding
+        )
 
     def page_tensor(self, page_id: int) -> torch.Tensor:
         """The elements of a leased page (flat). For leases; a page that no lease holds may move at any time."""

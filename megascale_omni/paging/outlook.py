@@ -121,6 +121,8 @@ def expected_use(
             chance = stepped.astype(float)
             if not read_forward and plane is not Plane.GRADIENT and unknown:
                 chance = np.maximum(chance, 1.0 - (1.0 - p) ** unknown)
+        if not weight.any() and chance.min(initial=1.0) >= 1.0:
+            return np.full_like(p, float(time))  # certain, and the first: what follows would come to the same
         weight += unused * chance * math.exp((now - time) / horizon)
         unused = unused * (1.0 - chance)
         unused[unused < NEGLIGIBLE] = 0.0
@@ -159,6 +161,7 @@ class Outlook:
         self._place_ids = np.zeros((0, 0), dtype=np.int64)
         self._passed = 0  # how many of these places the visit has passed since
         self.stamp = 0  # another one whenever something was learnt about experts
+        self.epoch = 0  # another one whenever next uses were computed anew, and not only for pages that were passed
         self._current = False  # whether _now is up to date
         self._valid: set[tuple[int, Plane]] = set()
         self._generation = -1
@@ -192,15 +195,9 @@ class Outlook:
 
     def reached(self, index: int) -> None:
         """The current visit works on page ``index`` of its module."""
-        before, self.cursor = self.cursor, float(index)
-        if not self._current or index < before:
+        if index < self.cursor:
             self._current = False
-            return
-        passed = bisect.bisect_right(self._places, index)
-        if passed > self._passed:
-            ids = self._place_ids[self._passed : passed]
-            self._now[ids] = self._values[ids]
-            self._passed = passed
+        self.cursor = float(index)
 
     def end_step(self) -> None:
         """A training step is over."""
@@ -232,14 +229,25 @@ class Outlook:
 
     def next_use(self, page_ids: np.ndarray) -> np.ndarray:
         """When each page is used next, see [Note: next use] and [Note: what is known of experts]."""
-        self._update()
+        self.update()
         result: np.ndarray = self._now[page_ids]
         return result
 
-    def _update(self) -> None:
+    @property
+    def num_passed(self) -> int:
+        """How many of its pages the current visit has passed since the epoch began, as of the last :meth:`update`."""
+        return self._passed
+
+    def passed_since(self, number: int) -> list[int]:
+        """Ids of those that it passed after the first ``number`` of them: their next uses are others now."""
+        passed: list[int] = self._place_ids[number : self._passed].reshape(-1).tolist()
+        return passed
+
+    def update(self) -> None:
         """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
         if self._current and self._generation == self.forecast.generation:
             if len(self._values) >= self._numbering.num_pages:
+                self._pass()
                 return
         if self._generation != self.forecast.generation:
             self._valid.clear()
@@ -257,6 +265,7 @@ class Outlook:
         if not self._current:
             self._now = self._values.copy()
             self._places, self._passed = [], 0
+            self.epoch += 1
             visit = self.forecast.current
             if visit is not None:
                 places = self._here.nonzero()[0]
@@ -264,6 +273,14 @@ class Outlook:
                 self._places, self._place_ids = places.tolist(), self._ids_of(visit, places)
                 self._now[self._place_ids] = self.forecast.time + places[:, None] / len(self._here)
             self._current = True
+
+    def _pass(self) -> None:
+        """Pages that the visit has passed are used again in a later one."""
+        passed = bisect.bisect_right(self._places, self.cursor, self._passed)
+        if passed > self._passed:
+            ids = self._place_ids[self._passed : passed]
+            self._now[ids] = self._values[ids]
+            self._passed = passed
 
     def _ids_of(self, visit: Visit, places: np.ndarray) -> np.ndarray:
         """``[pages, planes]`` page ids of pages (numbers in the module) of a visit."""
@@ -279,6 +296,7 @@ class Outlook:
         length, now = max(1, self.forecast.length), self.forecast.time
         use = expected_use(experts, planes[0], coming, length=length, now=now, horizon=horizon)
         times = np.repeat(use, entry.num_slices) + np.arange(entry.num_pages) / entry.num_pages
+        np.minimum(times, FAR, out=times)  # where nothing is known, places say nothing either
         for plane in planes:
             start = entry.first_index * NUM_PLANES + int(plane)
             self._values[start : start + entry.num_pages * NUM_PLANES : NUM_PLANES] = times

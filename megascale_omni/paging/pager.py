@@ -3,35 +3,35 @@
 [Note: life of a page]
     ABSENT --create--> DEVICE --evict--> HOST or DISK --load--> DEVICE ...            (tier column)
 A page on its way has a *flight*: LOADING (a slot is taken, bytes are coming; its tier is still the slow one), LEAVING
-(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them) or SINKING (the
-same, from HOST to DISK). A page that is wanted while it is leaving or sinking stays where it is once the save has
-ended. ``dirty`` says that the disk does not hold the current bytes; a clean page leaves without a write. All of this
-happens on the main thread; io threads only move bytes.
+(bytes are being saved; its tier is still DEVICE and its bytes are whole, but nobody may write them), SINKING (the
+same, from HOST to DISK) or RISING (read ahead, from DISK to HOST). A page that is wanted while it is leaving or sinking
+stays where it is once the save has ended. ``dirty`` says that the disk does not hold the current bytes; a clean page
+leaves without a write. All of this happens on the main thread; io threads only move bytes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future
 from functools import partial
 
 import numpy as np
 import torch
 
+from megascale_omni.paging.ahead import Ahead
 from megascale_omni.paging.copies import CopyJob
 from megascale_omni.paging.disk import PageIoError
-from megascale_omni.paging.flights import Flight, FlightKind, Tiers
+from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers, error_of
 from megascale_omni.paging.host import HostTier
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.readers import copy_of
-from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import DEVICE, HOST, Arena, TierKind
+from megascale_omni.paging.tiers import DEVICE, HOST, TierKind
+from megascale_omni.paging.victims import Victims
 
 logger = logging.getLogger(__name__)
 
@@ -48,32 +48,32 @@ class Pager:
         self.shadows = Shadows(table.slot_class, tiers.device.limit_of)
         self.counts: Counter[str] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
-        self._flights: dict[int, Flight] = {}
-        self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
-        self._stuck = False  # whether asking ahead has failed, and nothing happened since that could change it
+        self.flights = Flights(table, tiers.mover, land=self._land)
         self._keep: frozenset[int] = frozenset()
+        self.victims = Victims(table, outlook, self.shadows, flying=self.flights, keep=lambda: self._keep)
         self.pace = Pace()
+        self._ahead = Ahead(
+            table,
+            tiers.device,
+            outlook,
+            flights=self.flights,
+            shadows=self.shadows,
+            victims=self.victims,
+            pace=self.pace,
+            loader=self,
+        )
         self.host = HostTier(
             table,
             tiers,
             outlook,
-            flights=self._flights,
+            flights=self.flights,
             counts=self.counts,
             pace=self.pace,
-            finish=self._finish,
+            finish=self.flights.finish,
             keep=lambda: self._keep,
         )
         self._clock = 0
-        self._reaped = 0  # jobs that had ended when flights were looked through last
         self.on_move: Callable[[int], None] = lambda page_id: None
-
-    def slots_on_their_way(self) -> list[tuple[int, int, TierKind]]:
-        """Slots taken by flights: (page, slot, tier the page is going to); a page going to disk takes none."""
-        return [(p, f.slot, f.target) for p, f in self._flights.items() if f.slot >= 0]
-
-    def flights(self) -> list[tuple[int, FlightKind]]:
-        """Pages on their way, and which way."""
-        return [(page_id, flight.kind) for page_id, flight in self._flights.items()]
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
@@ -105,8 +105,8 @@ class Pager:
 
     def drop(self, page_id: int) -> None:
         """Makes an unpinned page absent, wherever it is; its contents are gone."""
-        if page_id in self._flights:
-            self._finish(page_id)
+        if page_id in self.flights:
+            self.flights.finish(page_id)
         tier, slot_class = TierKind(self.table.tier[page_id]), self.table.slot_class(page_id)
         slot = self.table.remove(page_id)
         if tier is TierKind.DEVICE:
@@ -115,7 +115,7 @@ class Pager:
         elif tier is TierKind.HOST:
             self.tiers.host.free(slot_class, slot)
         self.shadows.drop(page_id)
-        self._stuck = False
+        self._ahead.stuck = False
         self.counts["pages_dropped"] += 1
 
     def ensure(self, page_ids: np.ndarray) -> None:
@@ -125,56 +125,68 @@ class Pager:
             PageIoError: bytes could not be read, or are not those written. RuntimeError: a page is absent; no room, all
                 is pinned.
         """
-        self._clock += 1
-        self.table.last_use[page_ids] = self._clock
         if not self.can_evict:
             return
+        self._clock += 1
+        self.table.check_present(page_ids)
+        self.table.last_use[page_ids] = self._clock
         self.pace.wanted(len(page_ids))
         self._bring(page_ids)
         self.pace.served()
 
+    def release(self, page_ids: np.ndarray) -> None:
+        """Takes a pin from each page: those that nobody else holds may leave."""
+        self.table.unpin(page_ids)
+        if self.can_evict:
+            self.victims.changed(page_ids.tolist())
+
     def _bring(self, page_ids: np.ndarray) -> None:
-        self.table.check_present(page_ids)
-        self.shadows.use(page_ids, here=self._is_here, pinned=self._is_pinned)
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
-        flying = [p for p in page_ids.tolist() if p in self._flights] if self._flights else []
+        missing = [p for p in away if not self.flights.is_coming(p)] if self.flights else away
+        self.shadows.use(page_ids, here=lambda p: p not in missing, pinned=self._is_pinned)
+        flying = [p for p in page_ids.tolist() if p in self.flights] if self.flights else []
         if not away and not flying:
             return
         self._keep = frozenset(page_ids.tolist())
         try:
             for page_id in away:
-                if page_id in self._flights and self._flights[page_id].kind is FlightKind.SINKING:
-                    self._finish(page_id)
-                if self._is_away(page_id):  # making room for the one before may have landed this one
+                if page_id in self.flights and not self.flights.is_coming(page_id):
+                    self.flights.finish(page_id)  # it is in host memory then
+                if self.is_away(page_id):  # making room for the one before may have landed this one
                     self.counts["page_faults"] += 1
-                    self._load(page_id, ahead=None)
-            for page_id in self._keep & self._flights.keys():
-                self._finish(page_id)
-            if not self._stuck:
-                self._serve_wanted()  # while these pages are kept: they are pinned only after this call
+                    self.load(page_id, ahead=None)
+            for page_id in self._keep & self.flights.keys():
+                self.flights.finish(page_id)
+            if not self._ahead.stuck:
+                self._serve()  # while these pages are kept: they are pinned only after this call
         finally:
+            self.victims.changed(self._keep)
             self._keep = frozenset()
 
     def prefetch(self, page_ids: Iterable[int]) -> None:
         """Starts loading pages as far as there is room, without waiting; the rest follows as room appears."""
         if self.can_evict:
-            wanted = np.fromiter(page_ids, dtype=np.int64)
-            away = np.nonzero(self.table.tier[wanted] >= HOST)[0]
-            pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
-            self._wanted, self._stuck = deque((n, p) for n, p in pairs if not self._is_coming(p)), False
+            self._ahead.ask(page_ids)
             self._reap()
-            self._serve_wanted()  # a sweep has gone on: pages were given back
+            self._serve()  # a sweep has gone on: pages were given back
+
+    def _serve(self) -> None:
+        if not self._ahead.is_idle():
+            self._reap()
+            self._ahead.serve(keep=self._keep)
+            if self._ahead.stuck and self.host.has_slots:
+                self.host.read_ahead(self._ahead.waiting())
 
     def poll(self) -> None:
         """Takes back the jobs that have ended. Raises what went wrong in any of them, whether a page waits or not."""
-        if self._flights:
+        if self.flights:
             self._reap()
 
     def settle(self) -> None:
         """Waits until nothing is on its way."""
-        self._wanted.clear()
-        for page_id in list(self._flights):
-            self._finish(page_id)
+        self._ahead.forget()
+        for page_id in list(self.flights):
+            self.flights.finish(page_id)
         self.tiers.copier.settle()
 
     def evict_down(self, slot_class: SlotClass) -> None:
@@ -194,7 +206,7 @@ class Pager:
         self._reap()
         here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
         for page_id in page_ids[here].tolist():
-            if page_id not in self._flights and page_id not in self._keep:
+            if page_id not in self.flights and page_id not in self._keep:
                 self.shadows.of_page(page_id).drop(page_id)  # LRU would have to do the same
                 self._evict(page_id)
 
@@ -207,8 +219,8 @@ class Pager:
         self.tiers.copier.settle()
         ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
-        still = {s for s, p in owners.items() if table.pins[p] or p in self._flights}
-        still |= {flight.slot for flight in self._flights.values() if flight.target is TierKind.DEVICE}
+        still = {s for s, p in owners.items() if table.pins[p] or p in self.flights}
+        still |= {flight.slot for flight in self.flights.values() if flight.target is TierKind.DEVICE}
         for source, target in device.moves_to_compact(slot_class, still):
             page_id = owners[source]
             device.take(slot_class, target)
@@ -223,20 +235,15 @@ class Pager:
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def _is_coming(self, page_id: int) -> bool:
-        return page_id in self._flights and self._flights[page_id].kind is not FlightKind.SINKING
-
-    def _is_here(self, page_id: int) -> bool:
-        return self._is_coming(page_id) or bool(self.table.tier[page_id] == DEVICE)
-
     def _is_pinned(self, page_id: int) -> bool:
         return bool(self.table.pins[page_id])
 
-    def _is_away(self, page_id: int) -> bool:
-        away = page_id not in self._flights and bool(self.table.tier[page_id] >= HOST)
+    def is_away(self, page_id: int) -> bool:
+        """Whether a page exists and is neither in the device arena, nor on its way, nor worked on in host memory."""
+        away = page_id not in self.flights and bool(self.table.tier[page_id] >= HOST)
         return away and not self.host.is_lent(page_id)
 
-    def _load(self, page_id: int, *, ahead: float | None) -> bool:
+    def load(self, page_id: int, *, ahead: float | None) -> bool:
         """Starts a load, waiting for room; or, ``ahead`` of need, only where pages used after that time make some.
 
         Returns whether it did.
@@ -263,49 +270,10 @@ class Pager:
             assert disk is not None
             job = partial(self.tiers.copier.from_disk, disk, offset, target, name=lambda: self._name(page_id))
             future = mover.read(self.pace.reading(job))
-        self._flights[page_id] = Flight(FlightKind.LOADING, future, slot)
+        self.flights[page_id] = Flight(FlightKind.LOADING, future, slot)
         self.counts["pages_loaded"] += 1
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
-
-    def _held_until(self, class_index: int) -> float:
-        """The latest next use of the pages of a class that leases hold."""
-        held = self.table.pins.nonzero()[0]
-        held = held[self.table.class_index[held] == class_index]
-        return max(self.outlook.next_use(held).tolist(), default=-np.inf)
-
-    def _serve_wanted(self) -> None:
-        wanted = self._wanted
-        while wanted and not self._is_away(wanted[0][1]):
-            wanted.popleft()
-        if not wanted:
-            return
-        self._reap()
-        uses: dict[int, float] = {}
-        held_until: dict[int, float] = {}
-        always = self.pace.ahead()
-        while wanted:
-            number, page_id = wanted[0]
-            if self._is_away(page_id):
-                before = np.inf  # where there is room, nobody need leave, and nobody asks when what is used
-                slot_class = self.table.slot_class(page_id)
-                if not self.tiers.device.has_room(slot_class):
-                    leaving = self._jobs(slot_class, FlightKind.LEAVING)  # there is room once one of them has left
-                    if leaving or not self.shadows.of_page(page_id).may_load(page_id):
-                        self._stuck = True
-                        return
-                    if page_id not in uses:
-                        pages = [page for _, page in wanted]
-                        uses = dict(zip(pages, self.outlook.next_use(np.array(pages)).tolist(), strict=True))
-                    before, index = uses[page_id], int(self.table.class_index[page_id])
-                    if number >= always:
-                        if index not in held_until:
-                            held_until[index] = self._held_until(index)
-                        before = displaced_before(number, before, held_until[index], always=always)
-                if not self._load(page_id, ahead=before):
-                    self._stuck = True
-                    return
-            wanted.popleft()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -322,17 +290,18 @@ class Pager:
         self._reap()
         if device.used(slot_class) < used:
             return True
-        leaving = self._jobs(slot_class, FlightKind.LEAVING)
+        leaving = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         if wait or not leaving:
             at_once = 1 + min(VICTIMS_AT_ONCE, (device.limit(slot_class) or 0) // 8) - len(leaving)
-            for victim in self._victims(slot_class, count=max(0 if leaving else 1, at_once), before=needed_before):
+            for victim in self.victims.choose(slot_class, count=max(not leaving, at_once), before=needed_before):
                 self._evict(victim)
                 if device.used(slot_class) < used:  # a clean page is gone at once, and one was asked for
                     return True
         if not wait:
             return False
+        leaving_now = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         # A page that is being loaded can leave once it is here. Those that are kept stay.
-        jobs = self._jobs(slot_class, FlightKind.LEAVING) or self._jobs(slot_class, FlightKind.LOADING)
+        jobs = leaving_now or self.flights.jobs(slot_class, FlightKind.LOADING, but=self._keep)
         if not jobs:
             raise RuntimeError(
                 f"device arena: all {device.limit(slot_class)} slots of {slot_class} are held by leases at once; "
@@ -342,33 +311,6 @@ class Pager:
         self.tiers.mover.wait_any(jobs, what=f"making room for a page of {slot_class.nbytes} bytes")
         self._reap()
         return True
-
-    def _jobs(self, slot_class: SlotClass, kind: FlightKind) -> list[Future[None]]:
-        """Jobs of a class after which a slot may become free."""
-        return [
-            flight.future
-            for page_id, flight in self._flights.items()
-            if flight.kind is kind and page_id not in self._keep and self.table.slot_class(page_id) == slot_class
-        ]
-
-    def _victims(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
-        table = self.table
-        mask = table.tier == DEVICE
-        mask &= table.pins == 0
-        if len(table.classes) > 1:
-            mask &= table.class_index == table.index_of(slot_class)
-        mask[[*self._flights, *self._keep]] = False
-        ids = mask.nonzero()[0]
-        shadow = self.shadows.of(slot_class)
-        candidates = Candidates(
-            ids,
-            self.outlook.next_use(ids),
-            table.dirty[ids],
-            table.last_use[ids],
-            shadowed=shadow.holds(ids),
-            allowance=shadow.allowance,
-        )
-        return choose_victims(candidates, count=count, needed_before=before)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
@@ -384,19 +326,19 @@ class Pager:
         if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
             future = mover.write(CopyJob(self.tiers.copier, (source, held), up=False))
-            self._flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
+            self.flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
         elif self.table.dirty[page_id]:
             offset = int(self.table.disk_offset[page_id])
             job = partial(self.tiers.copier.to_disk, disk, offset, source, name=lambda: self._name(page_id))
             future = mover.write(self.pace.writing(job))
-            self._flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
+            self.flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
             self.counts["bytes_written"] += slot_class.nbytes
         else:
             self._gone(page_id, slot, TierKind.DISK, -1)
 
     def _gone(self, page_id: int, slot: int, target: TierKind, target_slot: int) -> None:
         """A page's bytes are safe elsewhere: its slot is free."""
-        self._stuck = False
+        self._ahead.stuck = False
         self.counts["pages_evicted"] += 1
         slot_class = self.table.slot_class(page_id)
         self._left(page_id)
@@ -406,32 +348,20 @@ class Pager:
     # -- flights -------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Takes back the jobs that have ended."""
-        mover = self.tiers.mover
-        ended = 0 if mover is None else mover.ended  # first: a job that ends meanwhile is seen the next time
-        if ended == self._reaped:
-            return
-        self._reaped = ended
-        for page_id in [p for p, flight in self._flights.items() if flight.future.done()]:
-            self._land(page_id, stay=page_id in self._keep)
+        self.flights.reap(stay=self._keep)
 
-    def _finish(self, page_id: int) -> None:
-        """Waits for a page's flight; a leaving page stays in the device arena."""
-        mover = self.tiers.mover
-        assert mover is not None
-        flight = self._flights[page_id]
-        while not flight.future.done():
-            mover.wait_any([flight.future], what=f"{flight.kind.value} the {self._name(page_id)}")
-        self._land(page_id, stay=True)
-
-    def _land(self, page_id: int, *, stay: bool) -> None:
-        flight, self._stuck = self._flights.pop(page_id), False
+    def _land(self, page_id: int, stay: bool) -> None:
+        """A flight has ended; where it was a leaving page's, it is told whether it is to ``stay``."""
+        flight, self._ahead.stuck = self.flights.pop(page_id), False
         slot_class = self.table.slot_class(page_id)
-        error = _error_of(flight.future)
+        error = error_of(flight.future)
+        if flight.kind is FlightKind.LEAVING and (stay or error is not None):
+            self.victims.changed((page_id,))
         if error is not None:
             # The page is where it was before.
             if flight.slot >= 0:
-                self._arena(flight.target).free(slot_class, flight.slot)
+                arena = self.tiers.device if flight.target is TierKind.DEVICE else self.tiers.host
+                arena.free(slot_class, flight.slot)
             if isinstance(error, PageIoError):
                 raise error
             raise RuntimeError(f"{flight.kind.value} the {self._name(page_id)} failed: {error!r}") from error
@@ -445,6 +375,9 @@ class Pager:
         if flight.kind is FlightKind.SINKING:
             self.host.landed(page_id, stay=stay)
             return
+        if flight.kind is FlightKind.RISING:
+            self.table.move(page_id, tier=TierKind.HOST, slot=flight.slot)
+            return
         if flight.target is TierKind.DISK:
             self.table.dirty[page_id] = False
         if not stay:
@@ -454,11 +387,10 @@ class Pager:
         if flight.target is TierKind.HOST:
             self.tiers.host.free(slot_class, flight.slot)
 
-    def _arena(self, kind: TierKind) -> Arena:
-        return self.tiers.device if kind is TierKind.DEVICE else self.tiers.host
-
     def _arrived(self, page_id: int, slot: int) -> None:
         self._tensors[page_id] = self.tiers.device.tensor(self.table.slot_class(page_id), slot)
+        if self.can_evict:
+            self.victims.changed((page_id,))
         self.on_move(page_id)
 
     def _left(self, page_id: int) -> None:
@@ -470,12 +402,12 @@ class Pager:
 
     def close(self) -> None:
         """Ends io threads and removes the scratch file. Idempotent; errors that nobody has seen yet are logged."""
-        self._wanted.clear()
+        self._ahead.forget()
         if self.tiers.mover is None or self.tiers.disk is None:
             return
         ended = self.tiers.mover.close()
-        for page_id, flight in self._flights.items():
-            error = _error_of(flight.future) if flight.future.done() else None
+        for page_id, flight in self.flights.items():
+            error = error_of(flight.future) if flight.future.done() else None
             if error is not None and not flight.future.cancelled():
                 logger.error("%s the %s failed: %s", flight.kind.value, self._name(page_id), error)
         if ended:
@@ -485,8 +417,3 @@ class Pager:
         else:
             # Its file descriptor may become another file's, which the thread would then write to.
             logger.error("an io thread does not end: the scratch file in %s stays open", self.tiers.disk.folder)
-
-
-def _error_of(future: Future[None]) -> BaseException | None:
-    """What went wrong in a job that has ended."""
-    return CancelledError("the pages were closed meanwhile") if future.cancelled() else future.exception()

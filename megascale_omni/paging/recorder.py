@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megascale_omni.paging.forecast import Visit
+from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.needs import class_needs
 from megascale_omni.paging.observe import Observer
@@ -16,15 +18,14 @@ from megascale_omni.schedule import Phase
 PHASES = tuple(Phase)
 
 
-def traced_model(manager: ExpertManager) -> TracedModel:
-    """What a trace says about the modules of a manager."""
-    floors = {c: need.floor for c, need in class_needs(manager.modules).items()}
+def described(modules: Sequence[PagedModule], paths: Sequence[str] | None = None) -> TracedModel:
+    """What a trace says about modules; ``paths``: their names."""
+    floors = {c: need.floor for c, need in class_needs(modules).items()}
 
-    def traced(module_id: int) -> TracedModule:
-        module = manager.modules[module_id]
+    def traced(number: int, module: PagedModule) -> TracedModule:
         classes = {plane.name.lower(): module.slot_class(plane) for plane in sorted(module.dtypes)}
         return TracedModule(
-            path=manager.numbering.path(module_id),
+            path=str(number) if paths is None else paths[number],
             experts=module.entry.num_experts,
             slices=module.entry.num_slices,
             slot_bytes={name: c.nbytes for name, c in classes.items()},
@@ -32,7 +33,12 @@ def traced_model(manager: ExpertManager) -> TracedModel:
             floor_pages={name: floors[c] for name, c in classes.items()},
         )
 
-    return TracedModel(tuple(traced(module_id) for module_id in range(len(manager.modules))))
+    return TracedModel(tuple(traced(number, module) for number, module in enumerate(modules)))
+
+
+def traced_model(manager: ExpertManager) -> TracedModel:
+    """What a trace says about the modules of a manager."""
+    return described(manager.modules, [manager.numbering.path(m.entry.module) for m in manager.modules])
 
 
 class Recorder(Observer):

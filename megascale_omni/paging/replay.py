@@ -10,166 +10,35 @@ fewer page-ins. ``ours`` runs the functions that a run runs (``outlook.py``, ``r
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol, get_args
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 import numpy as np
-import torch
 
-from megascale_omni.paging.budget import Budget, ClassNeed, share, smallest_budget
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.forecast import Visit
-from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.minimum import Moved, replay_minimum
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.planes import NUM_PLANES, Plane
+from megascale_omni.paging.policies import Lru, Ours, Policy
 from megascale_omni.paging.recorder import PHASES
-from megascale_omni.paging.residency import Candidates, choose_victims, displaced_before, pages_ahead, probable_experts
-from megascale_omni.paging.shadow import ShadowLru, Shadows
-from megascale_omni.paging.trace import Event, Op, Trace, TracedModel
+from megascale_omni.paging.residency import displaced_before, pages_ahead, probable_experts
+from megascale_omni.paging.shadow import Shadows
+from megascale_omni.paging.trace import Event, Op, Trace
+from megascale_omni.paging.traced_slots import page_classes, slots_of
 from megascale_omni.schedule import Phase
 
 PolicyName = Literal["lru", "ours", "min"]
 
 
-@dataclass
-class Moved:
-    """What a replay moved."""
-
-    policy: str
-    budget_bytes: int
-    page_ins: int = 0
-    demanded_bytes: int = 0
-    prefetched_bytes: int = 0
-    written_bytes: int = 0
-    uses: int = 0
-    used_bytes: int = 0
-    phases: dict[str, list[int]] = field(default_factory=dict)
-    """Bytes that came in and bytes written, by the phase that was at work."""
-
-    @property
-    def bytes_in(self) -> int:
-        """Bytes of all page-ins."""
-        return self.demanded_bytes + self.prefetched_bytes
-
-    def came(self, nbytes: int, phase: Phase) -> None:
-        """A page was brought in."""
-        self.page_ins += 1
-        self.phases.setdefault(phase.value, [0, 0])[0] += nbytes
-
-    def went(self, nbytes: int, phase: Phase) -> None:
-        """A page was written."""
-        self.written_bytes += nbytes
-        self.phases.setdefault(phase.value, [0, 0])[1] += nbytes
-
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return {**asdict(self), "bytes_in": self.bytes_in}
-
-
-class Policy(Protocol):
-    """Who leaves, and who is fetched early."""
-
-    prefetches: bool
-
-    def begin(self, visit: Visit, pages: np.ndarray) -> None:
-        """A visit begins."""
-        ...
-
-    def step(self) -> None:
-        """A training step begins."""
-        ...
-
-    def reach(self, page: int) -> None:
-        """The visit has come to this page."""
-        ...
-
-    def use(self, page_ids: Sequence[int]) -> None:
-        """Pages are used now (resident, or about to be)."""
-        ...
-
-    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
-        """Which of ``pages`` (unpinned, of one class) leaves; None where all are needed sooner than ``before``."""
-        ...
-
-
-class Lru:
-    """The page used longest ago leaves."""
-
-    prefetches = False
-
-    def __init__(self) -> None:
-        self._used: dict[int, int] = {}
-        self._clock = 0
-
-    def begin(self, visit: Visit, pages: np.ndarray) -> None:
-        """See Policy."""
-
-    def step(self) -> None:
-        """See Policy."""
-
-    def reach(self, page: int) -> None:
-        """See Policy."""
-
-    def use(self, page_ids: Sequence[int]) -> None:
-        """See Policy."""
-        for page_id in page_ids:
-            self._clock += 1
-            self._used[page_id] = self._clock
-
-    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
-        """See Policy."""
-        return min(pages.tolist(), key=lambda p: self._used.get(p, 0), default=None)
-
-
-class Ours:
-    """The policy of a run."""
-
-    def __init__(self, model: TracedModel, dirty: np.ndarray, *, prefetch: bool = True) -> None:
-        numbering = model.numbering()
-        self.prefetches = prefetch
-        self.outlook = Outlook(numbering)
-        self._dirty = dirty
-        self._last_use = np.zeros(numbering.num_pages, dtype=np.int64)
-        self._clock = 0
-
-    def begin(self, visit: Visit, pages: np.ndarray) -> None:
-        """See Policy."""
-        self.outlook.begin(visit, pages)
-
-    def step(self) -> None:
-        """See Policy."""
-        self.outlook.end_step()
-
-    def reach(self, page: int) -> None:
-        """See Policy."""
-        self.outlook.reached(page)
-
-    def use(self, page_ids: Sequence[int]) -> None:
-        """See Policy."""
-        self._clock += 1
-        self._last_use[page_ids] = self._clock
-
-    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
-        """See Policy."""
-        candidates = Candidates(
-            pages,
-            self.outlook.next_use(pages),
-            self._dirty[pages],
-            self._last_use[pages],
-            shadowed=shadow.holds(pages),
-            allowance=shadow.allowance,
-        )
-        chosen = choose_victims(candidates, count=1, needed_before=before)
-        return chosen[0] if chosen else None
-
-
 class _Machine:
     """An arena that a policy looks after."""
 
-    def __init__(self, trace: Trace, budget: Budget, policy: Policy, moved: Moved, dirty: np.ndarray) -> None:
+    def __init__(
+        self, trace: Trace, budget: Budget, policy: Policy, moved: Moved, dirty: np.ndarray, *, since: int = 0
+    ) -> None:
         self.numbering = trace.model.numbering()
-        self.policy, self.moved, self.dirty = policy, moved, dirty
+        self.policy, self.moved, self.dirty, self.since = policy, moved, dirty, since
         self.classes = page_classes(trace.model)
         self.slots = slots_of(trace.model, budget)
         pages = self.numbering.num_pages
@@ -193,6 +62,8 @@ class _Machine:
             match event.op:
                 case Op.STEP:
                     self.policy.step()
+                    if int(ids[0]) == self.since:
+                        self.moved.restart()
                 case Op.VISIT:
                     self.visit, self.visited = visit_of(event)
                     self.policy.begin(self.visit, self.visited)
@@ -319,117 +190,8 @@ def visit_of(event: Event) -> tuple[Visit, np.ndarray]:
     return Visit(PHASES[phase], module, planes), event.numbers[3:].astype(np.int64)
 
 
-def page_classes(model: TracedModel) -> dict[int, SlotClass]:
-    """The slot class of every page id that its module has."""
-    classes: dict[int, SlotClass] = {}
-    first = 0
-    for module in model.modules:
-        for name, kind in module.slot_kind.items():
-            slot_class, plane = _slot_class(kind), int(Plane[name.upper()])
-            for index in range(first, first + module.experts * module.slices):
-                classes[index * NUM_PLANES + plane] = slot_class
-        first += module.experts * module.slices
-    return classes
-
-
-def _slot_class(kind: str) -> SlotClass:
-    dtype, _, numel = kind.partition(" x ")
-    return SlotClass(getattr(torch, dtype), int(numel))
-
-
-def needs_of(model: TracedModel) -> dict[SlotClass, ClassNeed]:
-    """Pages and floor of every slot class of a trace."""
-    needs: dict[SlotClass, ClassNeed] = {}
-    for module in model.modules:
-        for name, kind in module.slot_kind.items():
-            known = needs.get(_slot_class(kind), ClassNeed(0, 0))
-            pages = known.pages + module.experts * module.slices
-            needs[_slot_class(kind)] = ClassNeed(pages, max(known.floor, module.floor_pages[name]))
-    return needs
-
-
-def slots_of(model: TracedModel, budget: Budget) -> dict[SlotClass, int]:
-    """Slots of every class under a budget.
-
-    Raises:
-        ValueError: the budget is below the smallest one; names the number that works.
-    """
-    needs = needs_of(model)
-    smallest, given = smallest_budget(needs), budget.bytes_of(model.total_bytes)
-    if given < smallest:
-        raise ValueError(
-            f"budget {given} bytes is too small for this model: {smallest} bytes are needed "
-            f"({100 * smallest / model.total_bytes:.1f}% of all pages)"
-        )
-    return share(budget, needs)
-
-
-def _minimum(trace: Trace, budget: Budget, moved: Moved) -> None:
-    """Belady's MIN, slot class by slot class."""
-    classes, slots = page_classes(trace.model), slots_of(trace.model, budget)
-    uses, following, phases = _lifetimes(trace)
-    resident: dict[SlotClass, dict[int, int]] = {c: {} for c in slots}  # page -> next use
-    heaps: dict[SlotClass, list[tuple[int, int]]] = {c: [] for c in slots}
-    dirty: set[int] = set()
-    for (page_id, op), later, phase in zip(uses, following, phases, strict=True):
-        slot_class = classes[page_id]
-        here, heap = resident[slot_class], heaps[slot_class]
-        if op is Op.WRITE:
-            if page_id in here:
-                dirty.add(page_id)
-            else:  # evicted under the lease that writes it, which a run cannot do
-                moved.went(slot_class.nbytes, phase)
-            continue
-        if op is Op.DROP:
-            here.pop(page_id, None)
-            dirty.discard(page_id)
-            continue
-        if op is Op.HOLD:
-            moved.uses += 1
-            moved.used_bytes += slot_class.nbytes
-        if page_id not in here:
-            if op is Op.HOLD:
-                moved.came(slot_class.nbytes, phase)
-                moved.demanded_bytes += slot_class.nbytes
-            while len(here) >= slots[slot_class]:
-                farthest, victim = heapq.heappop(heap)
-                if here.get(victim) == -farthest:
-                    del here[victim]
-                    if victim in dirty:
-                        moved.went(slot_class.nbytes, phase)
-                        dirty.discard(victim)
-        if op is Op.CREATE:
-            dirty.add(page_id)
-        here[page_id] = later
-        heapq.heappush(heap, (-later, page_id))
-
-
-def _lifetimes(trace: Trace) -> tuple[list[tuple[int, Op]], list[int], list[Phase]]:
-    """(page, CREATE, HOLD, WRITE or DROP) one by one, when each page is used next (its number, or the end), phases."""
-    uses: list[tuple[int, Op]] = []
-    phases: list[Phase] = []
-    phase = Phase.IDLE
-    for event in trace:
-        if event.op is Op.VISIT:
-            phase = PHASES[int(event.numbers[0])]
-        if event.op in (Op.CREATE, Op.HOLD, Op.DROP, Op.WRITE):
-            uses += [(page_id, event.op) for page_id in event.numbers.tolist()]
-            phases += [phase] * len(event.numbers)
-    end = len(uses)
-    following = [end] * end
-    upcoming: dict[int, int] = {}
-    for number in range(end - 1, -1, -1):
-        page_id, op = uses[number]
-        following[number] = upcoming.get(page_id, end)
-        if op is Op.DROP:
-            upcoming[page_id] = end
-        elif op is not Op.WRITE:
-            upcoming[page_id] = number
-    return uses, following, phases
-
-
-def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True) -> Moved:
-    """What ``policy`` would have moved. See [Note: what a replay counts].
+def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True, since: int = 0) -> Moved:
+    """What ``policy`` would have moved, from training step ``since`` on. See [Note: what a replay counts].
 
     Raises:
         ValueError: an unknown policy; a budget that is too small.
@@ -438,9 +200,9 @@ def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool =
         raise ValueError(f"policy {policy!r} is unknown; choose among {', '.join(get_args(PolicyName))}")
     moved = Moved(policy, budget.bytes_of(trace.model.total_bytes))
     if policy == "min":
-        _minimum(trace, budget, moved)
+        replay_minimum(trace, budget, moved, since=since)
         return moved
     dirty = np.zeros(trace.model.numbering().num_pages, dtype=bool)
     chosen: Policy = Lru() if policy == "lru" else Ours(trace.model, dirty, prefetch=prefetch)
-    _Machine(trace, budget, chosen, moved, dirty).run(trace)
+    _Machine(trace, budget, chosen, moved, dirty, since=since).run(trace)
     return moved

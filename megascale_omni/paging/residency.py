@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megascale_omni.paging.forecast import FAR
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -27,7 +29,8 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
     """Up to ``count`` pages to evict, first to go first.
 
     The page whose next use is farthest away goes first (Belady's MIN). Among equals a clean page goes before a dirty
-    one, which would have to be written, then the one used longest ago. Pages needed before ``needed_before`` stay.
+    one, which would have to be written, then the one used longest ago; where no use is known the latter goes first, as
+    LRU would have it. Pages needed before ``needed_before`` stay.
     Where room is needed whatever it costs and the allowance leaves nobody, the page used longest ago goes.
     """
     if count <= 0:
@@ -40,7 +43,7 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
         rows = (use > needed_before).nonzero()[0]
     if not len(rows):
         return []
-    order = rows[np.lexsort((candidates.last_use[rows], candidates.dirty[rows], -use[rows]))]
+    order = rows[order_of_going(use[rows], candidates.dirty[rows], candidates.last_use[rows])]
     shadowed = candidates.shadowed[order]
     allowed = order[:count]
     if np.count_nonzero(shadowed) > candidates.allowance:
@@ -49,6 +52,12 @@ def choose_victims(candidates: Candidates, *, count: int, needed_before: float =
         allowed = order[np.argsort(candidates.last_use[order], kind="stable")][:1]
     victims: list[int] = candidates.page_ids[allowed].tolist()
     return victims
+
+
+def order_of_going(next_use: np.ndarray, dirty: np.ndarray, last_use: np.ndarray) -> np.ndarray:
+    """Places of pages, first to go first; see :func:`choose_victims`."""
+    order: np.ndarray = np.lexsort((last_use, dirty & (next_use < FAR), -next_use))
+    return order
 
 
 PROBABLE = 0.9

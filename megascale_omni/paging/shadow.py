@@ -65,6 +65,10 @@ class ShadowLru:
             found = self._held[page_ids]
         return found
 
+    def count_held(self, page_ids: Sequence[int]) -> int:
+        """How many of these pages LRU would have in the arena."""
+        return sum(page_id in self._order for page_id in page_ids)
+
     def _grow(self, page_id: int) -> None:
         """Room for page ids up to this one."""
         more = np.zeros(max(page_id + 1, 2 * len(self._held)) - len(self._held), dtype=bool)
@@ -185,6 +189,10 @@ class Shadows:
     def use(self, page_ids: np.ndarray, *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """See :meth:`ShadowLru.use`, for pages of any classes."""
         pages = page_ids.tolist()
+        if len(self._of) == 1:  # pages that were never created are not used
+            for shadow in self._of.values():
+                shadow.use(pages, here=here, pinned=pinned)
+            return
         shadows = [self.of_page(page_id) for page_id in pages]
         if shadows and shadows.count(shadows[0]) == len(shadows):
             shadows[0].use(pages, here=here, pinned=pinned)

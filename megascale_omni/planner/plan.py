@@ -147,7 +147,7 @@ def _advised(card: ModelCard, machine: Machine, run: Run, state: RankState, room
     for share in ADVISED:
         budget = max(state.smallest_budget, int(share * state.total_bytes))
         if budget <= room:
-            tried.append(predict(card, machine, run, state, budget_bytes=budget))
+            tried.append(predict(card, machine, run, state, budget_bytes=budget, least=True))
             if tried[-1].step_seconds > SLOWER * tried[0].step_seconds:
                 return tried[-2].budget_bytes
     return tried[-1].budget_bytes if tried else room

@@ -17,7 +17,8 @@ from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
 from megascale_omni.planner.state import RankState
-from megascale_omni.planner.traffic import Moves, Traffic, Work, step_traffic, traced_traffic
+from megascale_omni.planner.steps import Work
+from megascale_omni.planner.traffic import Moves, Traffic, step_traffic, traced_traffic
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,13 @@ class Prediction:
         return self.step_seconds - self.compute_seconds
 
 
-def predict(card: ModelCard, machine: Machine, run: Run, state: RankState, *, budget_bytes: int) -> Prediction:
-    """A step's time under a budget, see [Note: time of a step]."""
+def predict(
+    card: ModelCard, machine: Machine, run: Run, state: RankState, *, budget_bytes: int, least: bool = False
+) -> Prediction:
+    """A step's time under a budget, see [Note: time of a step]; ``least``: moving no more than it must."""
     work = work_of(card, run)
     if run.trace is None:
-        traffic = step_traffic(state, work, budget_bytes=budget_bytes)
+        traffic = step_traffic(state, work, budget_bytes=budget_bytes, least=least)
     else:
         traffic = traced_traffic(run.trace, state, budget_bytes=budget_bytes)
     passes = passes_seconds(card, machine.device, run)

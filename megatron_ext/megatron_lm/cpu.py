@@ -79,6 +79,12 @@ def _fused_kernels(module: ModuleType) -> None:
     module.load = lambda args: None  # type: ignore[attr-defined]
 
 
+def _inference_layers(module: ModuleType) -> None:
+    """Whether a layer is one that derives from Transformer Engine's: without it, stock's class is no class (main)."""
+    if not getattr(module, "HAVE_TE", True) and hasattr(module, "is_inference_column_parallel_linear"):
+        module.is_inference_column_parallel_linear = lambda layer: False  # type: ignore[attr-defined]
+
+
 def _training(module: ModuleType) -> None:
     """A script whose first line imports the plug-in was compiled before it: its functions name the accelerator."""
     wrap(module, "pretrain", _with_reworded_script)
@@ -96,6 +102,7 @@ REPAIRS: dict[str, Hook] = {
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.random": _random,
     "megatron.core.tensor_parallel.mappings": _mappings,
+    "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.pipeline_parallel.p2p_communication": _messages,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

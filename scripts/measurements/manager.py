@@ -20,7 +20,8 @@ from megascale_omni.config import HeatConfig, ObserveConfig
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import PagingOptions
-from megascale_omni.paging.replay import Moved, PolicyName, replay
+from megascale_omni.paging.minimum import Moved
+from megascale_omni.paging.replay import PolicyName, replay
 from megascale_omni.paging.trace import Trace, read_trace
 from scripts.measurements.manager_few import TASK as FEW
 from scripts.measurements.manager_few import measure as measure_few

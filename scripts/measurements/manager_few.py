@@ -22,7 +22,8 @@ from megascale_omni.planner.bandwidth import measure_disk
 from megascale_omni.planner.devices import DEVICES
 from megascale_omni.planner.prediction import Machine, Prediction, timed
 from megascale_omni.planner.state import RankState
-from megascale_omni.planner.traffic import Work, step_traffic
+from megascale_omni.planner.steps import Work
+from megascale_omni.planner.traffic import step_traffic
 from scripts.measurements.paging_model import ALL, Model, Task, Trained
 from scripts.measuring.progress import say
 from scripts.measuring.statistics import summarize
@@ -100,8 +101,9 @@ def measure(active: int, *, task: Task = TASK) -> Few:
         state = RankState(paged.manager.modules)
     budget = int(BUDGET * state.total_bytes)
     machine = Machine(replace(DEVICES["a100"], link_bytes=1e12), budget, 0, disk)  # its memory is the device's
+    work = Work(task.micro_batches, active / task.experts, gradient_sweep=False)
     planned = timed(
-        step_traffic(state, Work(task.micro_batches, active / task.experts, gradient_sweep=False), budget_bytes=budget),
+        step_traffic(state, work, budget_bytes=budget, least=True),
         machine,
         tiers={"device": budget, "host": 0, "disk": state.total_bytes - budget},
         passes=summarize(computing).median,

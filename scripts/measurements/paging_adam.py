@@ -40,6 +40,7 @@ class Case:
     bias: bool = True
     max_lag: int = 100
     paged: bool = True
+    in_host: bool = False  # host memory behind the smallest budget, and pages stepped in it
 
     @property
     def task(self) -> Task:
@@ -55,6 +56,7 @@ CASES = {
     "AdamW lag 0": Case(max_lag=0, paged=False),
     "L2": Case(decoupled=False),
     "L2 bf16 lag 7": Case(decoupled=False, dtype=torch.bfloat16, max_lag=7),
+    "L2 bf16 in host memory": Case(decoupled=False, dtype=torch.bfloat16, max_lag=7, in_host=True),
     "L2 lag 0": Case(decoupled=False, max_lag=0, bias=False, paged=False),
 }
 
@@ -120,7 +122,8 @@ class Pair:
     def __post_init__(self) -> None:
         options = PagingOptions()
         if self.case.paged:  # no bytes at all: raised to the floors
-            options = PagingOptions(device_budget=Budget(nbytes=0), disk_path=self.folder, checksum="crc32")
+            host = Budget(fraction=1.0 if self.case.in_host else 0.0)
+            options = PagingOptions(Budget(nbytes=0), host, disk_path=self.folder, checksum="crc32")
         self.manager = ExpertManager(device=CPU, options=options, poison=True)
         self.generator = torch.Generator().manual_seed(self.seed)
         self.experts = random_experts(
@@ -138,6 +141,7 @@ class Pair:
             arithmetic=arithmetic_for(decoupled=self.case.decoupled, fused=self.case.fused),
             shards=PageShards(),
             max_lag=self.case.max_lag,
+            in_host=self.case.in_host,
         )
 
     @property

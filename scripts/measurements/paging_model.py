@@ -63,6 +63,7 @@ class Task:
     blas: bool = True  # products by BLAS; by what suits the processor otherwise
     batch_bytes: int = 16384  # a few pages
     device: str = "cpu"
+    kernels: bool = False  # on an accelerator, pages are stepped by a kernel
 
     @property
     def layout(self) -> PageLayout:
@@ -140,7 +141,7 @@ class Model:
         self.adam = PagedAdam(
             [(experts, GroupBinding(weights=0, biases=1 if task.bias else None)) for experts in self.modules],
             groups=self.groups,
-            arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False, device=self.device),
+            arithmetic=arithmetic_for(decoupled=task.decoupled, fused=False, device=self.device, kernels=task.kernels),
             shards=PageShards(),
             max_lag=task.max_lag,
             in_host=task.in_host,

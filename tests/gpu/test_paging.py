@@ -33,8 +33,9 @@ def options(folder, *, device: float = 0.3, host: float = 1.0) -> PagingOptions:
 @pytest.mark.parametrize("clip", [0.5, 0.0])
 @pytest.mark.parametrize("in_host", [True, False])
 @pytest.mark.parametrize("host", [1.0, 0.4, 0.0])
-def test_tiers_and_places_change_no_bit(tmp_path, host, in_host, clip):
-    task = replace(TASK, clip=clip)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_tiers_and_places_change_no_bit(tmp_path, kernels, host, in_host, clip):
+    task = replace(TASK, clip=clip, kernels=kernels)
     found = train(replace(task, in_host=in_host), options(tmp_path, host=host), check=True)
     assert not found.differs_from(train(task))
     assert ("pages_stepped_in_host" in found.counts) == (in_host and host > 0)

@@ -57,7 +57,6 @@ def test_flags_are_in_the_argument_dump_and_metrics_in_tensorboard(megatron_lm: 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--megascale", "--moe-grouped-gemm"), "--moe-grouped-gemm"),
         (("--megascale", "--megascale-device-budgt", "50%"), "did you mean --megascale-device-budget"),
         (
             ("--megascale", "--use-distributed-optimizer", "--save", "x", "--save-interval", "9"),
@@ -66,12 +65,24 @@ def test_flags_are_in_the_argument_dump_and_metrics_in_tensorboard(megatron_lm: 
         (("--megascale", "--fp16"), "use --bf16"),
         (("--megascale", "--moe-latent-size", "32"), "latent experts are not paged"),
     ],
-    ids=["grouped gemm", "misspelt", "layout", "fp16", "latent"],
+    ids=["misspelt", "layout", "fp16", "latent"],
 )
 def test_what_is_refused_is_named(megatron_lm: Path, flags: tuple[str, ...], said: str) -> None:
     done = run(megatron_lm / "pretrain_gpt.py", [*BASE, *flags], ranks=1, tensorboard=False, timeout_seconds=240)
     assert done.status != 0
     assert said in done.output
+
+
+def test_grouped_experts_are_refused_where_stock_builds_them(megatron_lm: Path) -> None:
+    """Without Transformer Engine main builds SequentialMLP whatever the flag says, and there is nothing to refuse."""
+    flags = [*BASE, "--train-iters", "1", "--megascale", "--moe-grouped-gemm"]
+    done = run(megatron_lm / "pretrain_gpt.py", flags, ranks=1, tensorboard=False, timeout_seconds=240)
+    experts = (megatron_lm / "megatron/core/transformer/moe/experts.py").read_text(encoding="utf-8")
+    if "\nclass GroupedMLP(" in experts:
+        assert done.status != 0
+        assert "--moe-grouped-gemm" in done.output
+    else:
+        assert done.status == 0, done.error
 
 
 def test_a_checkpoint_in_place_of_its_folder_is_refused(megatron_lm: Path, tmp_path: Path) -> None:

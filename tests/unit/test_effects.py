@@ -22,6 +22,7 @@ LONE: dict[str, tuple[object, dict[str, Options]]] = {
     "paging.disk_path": ("/d", {"paging": BUDGET}),
     "paging.checksum": ("crc32", {"paging": BUDGET}),
     "paging.prefetch": ("none", {"paging": BUDGET}),
+    "compute.optimizer_device": ("host", {"paging": {**BUDGET, "host_budget": "40%"}}),
     "distributed.move": ("tokens", {"distributed": {"dispatcher": "groups"}}),
     "distributed.discovery": ("gossip", {"distributed": {"dispatcher": "groups"}}),
     "distributed.group_cache": (7, {"distributed": {"dispatcher": "groups"}}),
@@ -64,6 +65,10 @@ def test_an_option_without_effect_is_refused_and_one_with_effect_is_not(option: 
         ({"distributed": {"dispatcher": "groups", "move": "pages", "topology": "t"}}, "make distributed.move auto"),
         ({"clip": {"mode": "cmsa", "alpha": 0.5, "ridge": 2.0}}, "with a number as clip.alpha"),
         ({"heat": {"freeze": False, "probe_seconds": 1.0}}, "make heat.freeze true"),
+        (
+            {"compute": {"optimizer_device": "device"}, "paging": {**BUDGET, "host_budget": "0%"}},
+            "add paging.host_budget",
+        ),
     ],
 )
 def test_values_that_leave_another_without_effect(values: dict[str, dict[str, object]], message: str) -> None:

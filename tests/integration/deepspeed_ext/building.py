@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from scripts.deepspeed_runs.models import build, configuration
+from scripts.deepspeed_runs.models import Size, build, configuration
 from scripts.deepspeed_runs.proof import Case, batches_of
 from scripts.deepspeed_runs.state import State, read_state
 from tests.distributed.deepspeed_state import fresh_deepspeed
@@ -121,3 +121,29 @@ def exported(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
         assert all(load_file(path) for path in Path(folder).glob("*.safetensors"))
         dtype = torch.bfloat16 if case.bf16 else torch.float32
         return [name for name in held if not plain[name].equal(held[name]["weight"].to(dtype).float())]
+
+
+def refusals(rank: int, world: int, *, folder: str) -> list[str]:
+    """What is said of blocks that cannot be, and of a copy of what was built in one."""
+    with fresh_deepspeed():
+        import deepspeed_ext
+
+        case = Case(size=Size(experts=4, layers=1))
+        config, broken = case.config(megascale=True), Path(folder) / "broken.json"
+        broken.write_text("{")
+        configs = [broken, Path(folder) / "missing.json", {**config, "bf16": {"enabled": "auto"}}, config]
+        said = []
+        for one in configs:
+            try:
+                with deepspeed_ext.init(one):
+                    for _ in range(2):
+                        build(configuration(case.family, case.size), seed=1)
+            except ValueError as error:
+                said.append(str(error))
+        with deepspeed_ext.init(config):
+            model = build(configuration(case.family, case.size), seed=1)
+        try:
+            copy.deepcopy(model)
+        except TypeError as error:
+            said.append(str(error))
+        return said

@@ -8,7 +8,7 @@ import torch
 
 from scripts.deepspeed_runs.models import Size, build, configuration
 from scripts.deepspeed_runs.proof import Case, batches_of
-from scripts.deepspeed_runs.state import read_state
+from scripts.deepspeed_runs.state import State, read_state
 from tests.distributed.deepspeed_state import fresh_deepspeed
 
 CASE = Case(stage=0, steps=3)
@@ -37,13 +37,17 @@ def made(model: torch.nn.Module, way: str) -> dict[str, Any]:
         return {"model_parameters": by_group(model)}
     if way == "function":
         return {"model_parameters": by_group(model), "optimizer": lambda given: torch.optim.AdamW(given, **SETTINGS)}
-    return {"optimizer": torch.optim.AdamW(by_group(model), **SETTINGS)}
+    groups = by_group(model)
+    if way == "named":
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
+    return {"optimizer": torch.optim.AdamW(groups, **SETTINGS)}
 
 
 def config_of(way: str, *, megascale: bool) -> dict[str, Any]:
     config = CASE.config(megascale=megascale)
     del config["scheduler"]
-    if way in ("function", "optimizer"):
+    if way in ("function", "optimizer", "named"):
         del config["optimizer"]
     return config
 
@@ -61,6 +65,8 @@ def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
             engine, *_ = deepspeed.initialize(
                 model=model, config=config_of(way, megascale=megascale), **made(model, way)
             )
+            for group in engine.basic_optimizer.param_groups:
+                assert len(group.get("param_names", group["params"])) == len(group["params"])
             first = read_state(engine)
             for step in range(CASE.steps):
                 for batch in batches_of(CASE, rank, world, step):
@@ -117,6 +123,17 @@ def _initialise(way: str) -> None:
             config["zero_allow_untested_optimizer"] = True
         elif way == "amsgrad":
             given["optimizer"] = torch.optim.AdamW(model.parameters(), amsgrad=True, **SETTINGS)
+        elif way == "amsgrad_of_a_group":
+            groups = [{"params": list(model.parameters()), "amsgrad": True}]
+            given["optimizer"] = torch.optim.AdamW(groups, **SETTINGS)
+        elif way == "list_of_experts":
+            given["model_parameters"] = experts
+        elif way == "rest_is_frozen":
+            config["zero_optimization"]["stage"] = 1
+            for parameter in rest:
+                parameter.requires_grad_(False)
+        elif way == "no_folder":
+            config["megascale"] |= {"device_budget": "50%", "disk_path": "no/such/folder"}
         elif way == "dense":
             model = torch.nn.Linear(4, 4)
         elif way == "bf16_model":
@@ -207,3 +224,41 @@ def engines(rank: int, world: int) -> list[str]:
             names.append(type(engine).__name__)
         deepspeed_ext.enable()
         return names
+
+
+def loops(rank: int, world: int, *, ways: list[str]) -> list[tuple[float, int]]:
+    """Of loops that are not one forward and one backward a micro-batch: how far weights are from stock's, and the
+    gradient pages that the last backward of a step has completed.
+    """
+    with fresh_deepspeed():
+        found = []
+        for way in ways:
+            case = replace(CASE, stage=int(way != "rest_is_frozen"), accumulation=2, size=Size(experts=4, layers=1))
+            (_, stock), (done, paged) = (_looped(way, case, rank, world, megascale=side) for side in (False, True))
+            difference = max(float((paged[n]["weight"] - kinds["weight"]).abs().max()) for n, kinds in stock.items())
+            found.append((difference, done))
+        return found
+
+
+def _looped(way: str, case: Case, rank: int, world: int, *, megascale: bool) -> tuple[int, State]:
+    import deepspeed
+
+    import deepspeed_ext  # noqa: F401
+
+    model, done = model_of(case), 0
+    if way == "rest_is_frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" in name)
+    engine, *_ = deepspeed.initialize(model=model, config=case.config(megascale=megascale))
+    engine.train()
+    for number in range(6):
+        batches = batches_of(case, rank, world, number)[: 2 if way == "two_losses" else 1]
+        if way == "boundary_by_hand":
+            engine.set_gradient_accumulation_boundary(number % 3 == 2)
+        engine.backward(sum(engine(input_ids=batch, labels=batch).loss for batch in batches))
+        if megascale:
+            done += len(engine.experts_step.gradients.done)
+        engine.step()
+    state = read_state(engine)
+    engine.destroy()
+    return done, state

@@ -209,3 +209,11 @@ def fp32_of(rank: int, world: int, *, folder: str) -> dict[str, torch.Tensor]:
 
         state: dict[str, torch.Tensor] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
         return state
+
+
+def fp32_script(rank: int, world: int, *, arguments: list[str]) -> None:
+    """Runs what the script beside a checkpoint does."""
+    with fresh_deepspeed():
+        from deepspeed_ext.fp32 import main
+
+        main(arguments)

@@ -68,11 +68,14 @@ def test_experts_that_no_token_of_a_rank_reaches(pools: Pools) -> None:
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
 def test_a_quarter_of_the_memory(pools: Pools, world: int, stage: int, tmp_path: Path) -> None:
     section = {"device_budget": "25%", "disk_path": str(tmp_path), "page_size_bytes": 65536}
+    if world == 1:
+        section |= {"host_budget": "50%", "optimizer_device": "host"}
     size = Size(experts=16, top_k=1, ffn=128, hidden=128, layers=3)
     cases = [replace(FEW_TOKENS, stage=stage, steps=2, size=size, section=section)]
     for outcome in prove(pools, world, cases):
         for found in outcome:
             assert found.page_stats["bytes_loaded"] > 0
+            assert (found.page_stats.get("pages_stepped_in_host", 0) > 0) == (world == 1)
             assert found.page_stats["resident_bytes"] <= 0.27 * found.page_stats["all_bytes"]
 
 

@@ -40,3 +40,16 @@ def test_a_plain_checkpoint(pools: Pools, tmp_path: Path, family: str) -> None:
         assert pools[2].run(building.exported, case=case, folder=str(folder)) == [[], []]
         assert (folder / "config.json").exists()
         assert not list(folder.glob("*.new"))
+
+
+def test_blocks_that_cannot_be(pools: Pools, tmp_path: Path) -> None:
+    (said,) = pools[1].run(building.refusals, folder=str(tmp_path))
+    expected = [
+        "broken.json cannot be read: Expecting",
+        "missing.json cannot be read: ",
+        'bf16.enabled="auto" is not known yet',
+        "2 models with experts (MixtralForCausalLM, MixtralForCausalLM) were built in one",
+        "model.layers.0.mlp.experts: experts in pages cannot be copied",
+    ]
+    for message, part in zip(said, expected, strict=True):
+        assert part in message

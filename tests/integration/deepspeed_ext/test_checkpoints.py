@@ -1,9 +1,11 @@
 """DeepSpeed's checkpoints with experts in pages: saved, loaded, at other numbers of ranks, damaged."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from scripts.deepspeed_runs.models import Size
 from scripts.deepspeed_runs.proof import Case
@@ -53,6 +55,14 @@ def test_fp32_weights_have_the_experts(pools: Pools, tmp_path: Path, stage: int)
     assert found.keys() >= before.keys()
     assert [name for name in before if not found[name].equal(before[name]["weight"])] == []
     assert "deepspeed_ext" in (tmp_path / "zero_to_fp32.py").read_text()
+    pools[1].run(ranks.fp32_script, arguments=[str(tmp_path), str(tmp_path / "out"), "--max_shard_size", "20KB"])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    for file in set(index.values()):
+        for name, tensor in load_file(tmp_path / "out" / file).items():
+            assert index[name] == file
+            assert tensor.equal(found[name])
+    assert index.keys() == found.keys()
 
 
 def test_damaged_files_are_refused_by_every_rank(pools: Pools, tmp_path: Path) -> None:
@@ -66,7 +76,7 @@ def test_damaged_files_are_refused_by_every_rank(pools: Pools, tmp_path: Path) -
         pools[2].run(ranks.loaded, case=FEW_TOKENS, folder=str(tmp_path))
     assert caught.value.ranks == [0, 1]
     (pages / "manifest.json").unlink()
-    with pytest.raises(RanksRaised, match="saved without megascale"):
+    with pytest.raises(RanksRaised, match="the checkpoint is not whole"):
         pools[1].run(ranks.loaded, case=FEW_TOKENS, folder=str(tmp_path))
 
 

@@ -50,6 +50,7 @@ def test_a_published_model_streamed_trained_and_published_again(text: str, publi
     flags = ["--deepspeed", str(config), "--model", published, "--stream", "--data-path", text, "--steps", "3"]
     done = finetune(*flags, "--export", str(out), "--save", str(tmp_path / "saved"), "--metrics-jsonl", str(lines))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("megascale: 4 experts of 1 layer in ") == done.stdout.count("megascale: ") == 1
     assert done.stdout.count("loss") >= 3
     names = {name for path in out.glob("*.safetensors") for name in load_file(path)}
     assert names >= {name for path in Path(published).glob("*.safetensors") for name in load_file(path)}

@@ -8,7 +8,7 @@ from tests.distributed.pool import Pools
 from tests.integration.deepspeed_ext import lists
 
 
-@pytest.mark.parametrize("way", ["list", "groups", "optimizer", "function", "generator"])
+@pytest.mark.parametrize("way", ["list", "groups", "optimizer", "function", "generator", "named"])
 def test_experts_keep_the_settings_of_their_group(pools: Pools, way: str) -> None:
     (found,) = pools[1].run(lists.deviation, way=way)
     assert found["update"] <= 1e-5
@@ -21,6 +21,10 @@ REFUSED = {
     "stepped": "the optimizer has state of model.layers.0",
     "sgd": "optimizer SGD is not supported",
     "amsgrad": "amsgrad is not supported",
+    "amsgrad_of_a_group": "amsgrad is not supported",
+    "list_of_experts": "model_parameters has experts only",
+    "rest_is_frozen": "nothing but experts trains, .* ZeRO 1 needs",
+    "no_folder": 'is not a folder; create it, or give another "disk_path"',
     "dense": "has no experts that can be paged",
     "bf16_model": 'add "bf16"',
     "ranks": "expert_parallel_size=3 does not divide",
@@ -53,3 +57,12 @@ def test_zero_grad_of_the_optimizer_drops_gradient_pages(pools: Pools) -> None:
 def test_without_a_section_and_after_disable_the_engine_is_stocks(pools: Pools) -> None:
     (names,) = pools[1].run(lists.engines)
     assert names == ["DeepSpeedEngine", "MegaScaleEngine", "DeepSpeedEngine"]
+
+
+def test_loops_that_are_not_a_forward_and_a_backward_each(pools: Pools) -> None:
+    """Two losses in one backward, a boundary set by hand, and nothing but experts that train."""
+    ways = ["two_losses", "boundary_by_hand", "rest_is_frozen"]
+    (found,) = pools[1].run(lists.loops, ways=ways)
+    for way, (difference, done) in zip(ways, found, strict=True):
+        assert difference <= 1e-6, way
+        assert done > 0, f"{way}: no gradient was completed in a backward"

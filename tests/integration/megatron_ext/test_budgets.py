@@ -62,8 +62,8 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
         paging = f"--megascale-disk-path {folder}"
         for name, more in {
             "smallest": f"{paging} --megascale-device-budget {percent:.2f}%",
-            "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 20% "
-            "--megascale-prefetch none --megascale-max-lag 0",
+            "others": f"{paging} --megascale-device-budget {percent:.2f}% --megascale-host-budget 40% "
+            "--megascale-prefetch none --megascale-max-lag 0 --megascale-optimizer-device host",
         }.items():
             with delayed_io(f"{name} {rank}", longest=1e-3), trainer(corpus, options, more, megascale=True) as run:
                 found = train(run)
@@ -73,6 +73,10 @@ def at_budgets(rank: int, world: int, *, corpus: str, folder: str, options: str)
                     wrong[name] = (expected, found)
                 if not manager.stats()["pages_evicted"]:
                     wrong[f"{name}: evicted"] = manager.stats()
+                adam = paged_modules(run)[0].adam
+                assert adam is not None
+                if bool(adam.deciding) != (name == "others"):
+                    wrong[f"{name}: stepped in host memory"] = manager.stats()
         with trainer(corpus, options, more, f"--load {folder}/resident", megascale=True) as run:
             resumed = losses_and_norms(run, 2)
             if resumed != later:

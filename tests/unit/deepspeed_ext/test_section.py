@@ -35,6 +35,13 @@ def test_without_an_enabled_section_nothing_is_asked_for() -> None:
         ({"megascale": {"enabled": "yes"}}, 'needs "enabled": true or false'),
         ({"megascale": True}, "must be a section of options"),
         ({"mega_scale": {"enabled": True}}, "did you mean 'megascale'"),
+        ({"megascael": {"enabled": True}}, "did you mean 'megascale'"),
+        ({"megascale": None}, 'megascale": None must be a section of options'),
+        (
+            {"megascale": {"enabled": True, "cpu_products": "blas", "compute": {"cpu_products": "onednn"}}},
+            'megascale.cpu_products is given twice, "blas" and "onednn": flat and in "compute"; leave one',
+        ),
+        ({"megascale": {"enabled": True, "disk_path": 3}}, "paging.disk_path=3 must be the path of a folder"),
         ({"megascale": {"enabled": True, "expert_parallel_size": 0}}, "expert_parallel_size=0 must be"),
         ({"megascale": {"enabled": True, "device_budget": "25%"}}, 'give paging.disk_path ("disk_path")'),
         ({"megascale": {"enabled": False, "zzz": 1}}, "unknown key megascale.zzz; known: "),

@@ -150,7 +150,7 @@ def test_frozen_experts_are_away_and_known_after_a_restart(tmp_path):
         heated = begun(rank)
         load_newest(Checkpointer(tmp_path / "saved", ranks=rank), heated.run)
         keeper, manager = heated.keeper, heated.manager
-        for flight in list(manager.pager._flights.values()):
+        for flight in list(manager.pager.flights.values()):
             flight.future.result(timeout=30)
         manager.pager.poll()
         away = [manager.table.tier[manager.ids(manager.modules[m], Plane.WEIGHT, [e])] for m, e in keeper.frozen_at]

@@ -1,5 +1,6 @@
 """Pages stepped by the kernel have the bits of the same arithmetic in host memory, missed steps and all."""
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -10,7 +11,7 @@ from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdam, CudaAdamW, fuses_multiply_add
 from megascale_omni.optimizer.history import StepRecord
 from megascale_omni.paging.planes import Plane
-from scripts.measurements.paging_adam import CASES, pair_of
+from scripts.measurements.paging_adam import CASES, Pair, pair_of
 from tests.unit.optimizer.test_arithmetic import assert_same_bits, records
 
 KINDS = pytest.mark.parametrize("kind", [CudaAdamW, CudaAdam], ids=lambda kind: kind.name)
@@ -168,3 +169,50 @@ def test_deferred_steps_by_the_kernel_are_those_of_the_host(tmp_path):
     by_kernel, on_host = trained(True, tmp_path), trained(False, tmp_path)
     for name, tensor in on_host.items():
         assert torch.equal(by_kernel[name], tensor), name
+
+
+def test_pages_in_host_memory_are_stepped_there_by_whoever_has_kernels(monkeypatch):
+    on_host, with_kernels, g = state(700), {}, torch.randn(700)
+    with_kernels = copy_of(on_host)
+    CudaAdamW(kernels=False).step(**on_host, g=g, record=records(1)[0])
+    monkeypatch.delenv("TRITON_INTERPRET")  # as in a run: kernels do not reach this memory
+    CudaAdamW(kernels=True).step(**with_kernels, g=g, record=records(1)[0])
+    for name, tensor in on_host.items():
+        assert_same_bits(with_kernels[name], tensor, name)
+
+
+class ByPlace(CudaAdamW):
+    """The kernel for pages in the device arena, the host's operations for those that are lent by host memory."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(kernels=True)
+        self._pair, self.steps = pair, {True: 0, False: 0}
+        self._host = CudaAdamW(kernels=False)
+
+    def advance(self, *, p, m, v, g, records) -> None:
+        pager = self._pair.manager.pager
+        slots = [pager.tiers.host.tensor(pager.table.slot_class(i), int(pager.table.slot[i])) for i in pager.host.lent]
+        in_host = any(0 <= m.data_ptr() - slot.data_ptr() < slot.numel() * slot.element_size() for slot in slots)
+        self.steps[in_host] += 1
+        if in_host:
+            self._host.advance(p=p, m=m, v=v, g=g, records=records)
+        else:
+            super().advance(p=p, m=m, v=v, g=g, records=records)
+
+
+def test_one_arithmetic_wherever_a_page_is_stepped(tmp_path):
+    """Pages change places between steps; what is stepped by the kernel and by the host has the bits of one of them."""
+    case = replace(CASES["AdamW bf16"], in_host=True)
+    found = []
+    for by_place in (True, False):
+        with pair_of(case, tmp_path) as pair:
+            arithmetic = ByPlace(pair) if by_place else CudaAdamW(kernels=False)
+            pair.adam.arithmetic = arithmetic
+            for step in range(10):
+                pair.step([step % 3, 5] if step % 4 else [], clip=0.7 if step % 2 else None)
+            if isinstance(arithmetic, ByPlace):
+                assert min(arithmetic.steps.values()) >= 5, arithmetic.steps
+            planes = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
+            found.append({f"{p.name} {n}": t for p in planes for n, t in pair.adam.dense(pair.experts, p).items()})
+    for name, tensor in found[1].items():
+        assert torch.equal(found[0][name], tensor), name

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megatron_ext.megatron_lm import standin
+from megatron_ext.megatron_lm.cpu import REPAIRS
 from megatron_ext.megatron_lm.reword import reword
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator: nothing stands in for it")
@@ -93,3 +96,15 @@ def test_it_can_be_taken_away() -> None:
     standin.install()
     standin.install()
     assert isinstance(getattr(torch, standin.NAME), standin.StandIn)
+
+
+@pytest.mark.parametrize("have_te", [False, True])
+def test_no_layer_is_of_a_class_that_is_none(have_te: bool) -> None:
+    module = ModuleType("megatron.core.tensor_parallel.inference_layers")
+    vars(module).update(HAVE_TE=have_te, is_inference_column_parallel_linear=lambda layer: isinstance(layer, Mock()))
+    REPAIRS[module.__name__](module)
+    if have_te:
+        with pytest.raises(TypeError):
+            module.is_inference_column_parallel_linear(None)
+    else:
+        assert not module.is_inference_column_parallel_linear(None)

@@ -65,8 +65,9 @@ def test_where_a_page_is_stepped_changes_no_bit(name, streams, tmp_path):
     assert found.counts["pages_stepped_in_host"] >= 10
 
 
-def test_state_in_host_memory_stays_there_and_less_is_moved(tmp_path):
-    task = Task(dtype=BF16, steps=6, evaluate=False)
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_state_in_host_memory_stays_there_and_less_is_moved(tmp_path, clip):
+    task = Task(dtype=BF16, steps=6, evaluate=False, clip=clip)
     moved = {}
     for in_host in (False, True):
         found = train(replace(task, in_host=in_host), options(tmp_path))
@@ -95,7 +96,7 @@ def test_what_is_stepped_in_host_memory_neither_moves_nor_is_written_out_meanwhi
             seen += len(lent)
             for page_id in lent:
                 assert page_id not in pager.host._farthest(model.manager.table.slot_class(page_id), count=1000)
-                assert not pager._is_away(page_id)
+                assert not pager.is_away(page_id)
             model.manager.check_integrity()
             if lent:
                 with pytest.raises(RuntimeError, match="shrinks while pages in it are worked on"):

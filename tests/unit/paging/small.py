@@ -7,11 +7,14 @@ import torch
 
 from megascale_omni.config import Checksum
 from megascale_omni.paging.budget import Budget
-from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.copies import Copier
+from megascale_omni.paging.layout import ExpertShape, PageLayout, SlotClass
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.mover import Mover
+from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.residency import choose_victims
 from tests.unit.paging.movers import ManualMover
 
 CPU = torch.device("cpu")
@@ -37,10 +40,11 @@ class Pages:
         prefetch: bool = True,
         checksum: Checksum = "crc32",
         mover: Mover | None = None,
+        copier: Copier | None = None,
     ) -> None:
         options = PagingOptions(device_budget=Budget(nbytes=0), disk_path=folder, prefetch=prefetch, checksum=checksum)
         self.mover = ManualMover() if mover is None else mover
-        self.manager = ExpertManager(device=CPU, options=options, mover=self.mover, poison=True)
+        self.manager = ExpertManager(device=CPU, options=options, mover=self.mover, copier=copier, poison=True)
         self.module: PagedModule = self.manager.add_module(
             path="experts", layout=layout, num_experts=experts, dtypes=dict.fromkeys(planes, torch.float32)
         )
@@ -118,3 +122,22 @@ def one_page_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def resident(pages: Pages) -> list[int]:
     """Experts whose weight pages are in the device arena."""
     return [expert for expert in range(pages.module.entry.num_experts) if pages.tier(expert) == "active"]
+
+
+def compare_choices(pager: Pager) -> list[int]:
+    """From here on whom the pager chooses is compared with what the policy says of a snapshot.
+
+    Returns a list that grows: how many were chosen each time.
+    """
+    victims, numbers = pager.victims, []
+    choose = victims.choose
+
+    def compared(slot_class: SlotClass, *, count: int, before: float) -> list[int]:
+        expected = choose_victims(victims.snapshot(slot_class), count=count, needed_before=before)
+        found = choose(slot_class, count=count, before=before)
+        assert found == expected, (found, expected)
+        numbers.append(len(found))
+        return found
+
+    victims.choose = compared  # type: ignore[method-assign]
+    return numbers

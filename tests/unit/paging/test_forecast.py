@@ -31,7 +31,7 @@ def after_a_step(visits=THERE_AND_BACK) -> Forecast:
 
 
 def coming(forecast: Forecast, count: int) -> list[tuple[Phase, int]]:
-    return [v.kind for v in forecast.following(count)]
+    return [(v.phase, v.module) for v in forecast.following(count)]
 
 
 def times(forecast: Forecast, number: int) -> list[int]:
@@ -156,3 +156,17 @@ def test_where_nobody_announces_steps_the_record_does_not_grow_for_ever(monkeypa
         visit(forecast, (F, number % 3))
         assert len(forecast.following(1000)) <= 20
     assert forecast.length == 10
+
+
+def test_a_sweep_over_some_gradients_is_not_taken_for_the_optimizer_of_a_later_step():
+    """Of gradients that the last backward has not completed; which modules have some differs from step to step."""
+    passes, optimizer = [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)], [(S, 0), (S, 1), (S, 2)]
+    forecast = after_a_step([*passes, *optimizer])
+    for swept in ((1,), (0, 2), (2,), (), (0, 1, 2), (1,)):
+        visit(forecast, *passes)
+        for number in swept:
+            forecast.visit(Visit(S, number, (Plane.GRADIENT,)))
+        visit(forecast, optimizer[0])
+        assert coming(forecast, 8) == [*optimizer[1:], *passes], swept
+        visit(forecast, *optimizer[1:])
+        forecast.end_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import psutil
@@ -72,7 +73,8 @@ def test_a_dirty_page_that_sinks_is_written_once_and_found_again(tmp_path):
     (cold,) = [e for e in range(4) if pages.tier(e) == "cold"]
     pages.manager.table.dirty[pages.id(cold)] = True
     host._sink(pages.id(cold))
-    assert pages.manager.pager.flights() == [(pages.id(cold), FlightKind.SINKING)]
+    flights = pages.manager.pager.flights
+    assert {page: flight.kind for page, flight in flights.items()} == {pages.id(cold): FlightKind.SINKING}
     pages.manager.check_integrity()
     settled(pages)
     assert pages.tier(cold) == "evicted"
@@ -100,6 +102,80 @@ def test_a_page_can_be_dropped_while_it_sinks(tmp_path):
     assert pages.tier(cold) == "absent"
     assert pages.manager.pager.tiers.host.used(pages.slot_class) == 0
     pages.manager.check_integrity()
+
+
+@pytest.fixture
+def full(tmp_path) -> Iterator[tuple[Pages, int]]:
+    """A full device arena, all of it held; a free slot in host memory; and a page on disk that is asked for ahead."""
+    pages = settled(Pages(tmp_path, experts=6, slots=2, host_slots=3))
+    active, cold, (away,) = ([e for e in range(6) if pages.tier(e) == t] for t in ("active", "cold", "evicted"))
+    pages.manager.drop(np.array([pages.id(cold[0])]))
+    del pages.values[Plane.WEIGHT, cold[0]]
+    with pages.manager.lease(pages.module, Plane.WEIGHT, active):
+        pages.manager.pager.prefetch([pages.id(away)])
+        kinds = {page: flight.kind for page, flight in pages.manager.pager.flights.items()}
+        assert kinds == {pages.id(away): FlightKind.RISING}
+        pages.manager.check_integrity()
+        yield pages, away
+    pages.manager.close()
+
+
+def test_a_page_that_the_device_has_no_room_for_is_read_into_host_memory(full):
+    pages, away = full
+    assert pages.counts["bytes_read_ahead"] == SLOT
+    settled(pages)
+    assert pages.tier(away) == "cold"
+    assert not pages.manager.table.dirty[pages.id(away)]
+    pages.manager.check_integrity()
+
+
+def test_a_page_can_be_dropped_while_it_is_read_ahead(full):
+    pages, away = full
+    pages.manager.drop(np.array([pages.id(away)]))
+    assert pages.tier(away) == "absent"
+    pages.manager.check_integrity()
+
+
+def test_a_page_that_cannot_be_read_ahead_ends_the_run_and_stays_where_it_is(full, monkeypatch):
+    pages, away = full
+    monkeypatch.setattr(pages.manager.pager.tiers.disk, "read", broken)
+    pages.jobs.complete_all()
+    with pytest.raises(PageIoError, match="reading ahead"):
+        pages.manager.pager.poll()
+    assert pages.tier(away) == "evicted"
+    pages.manager.check_integrity()
+
+
+def broken(offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
+    raise PageIoError(f"reading ahead the {name()}: injected")
+
+
+def test_a_page_that_is_wanted_while_it_is_read_ahead_comes_and_is_right(tmp_path):
+    pages = settled(Pages(tmp_path, experts=6, slots=3, host_slots=3))
+    active, cold, away = ([e for e in range(6) if pages.tier(e) == t] for t in ("active", "cold", "evicted"))
+    assert not away
+    pages.manager.pager.host._sink(pages.id(cold[0]))
+    settled(pages)
+    assert pages.tier(cold[0]) == "evicted"
+    with pages.manager.lease(pages.module, Plane.WEIGHT, active):
+        pages.manager.pager.prefetch([pages.id(cold[0])])
+        assert pages.counts["pages_read_ahead"] == 1
+    pages.read(cold[0])  # compares its bytes
+    assert pages.tier(cold[0]) == "active"
+    pages.check()
+
+
+@pytest.mark.parametrize("sooner", [True, False])
+def test_clean_pages_in_host_memory_give_way_to_what_is_needed_sooner(tmp_path, sooner):
+    pages = settled(Pages(tmp_path, experts=6, slots=2, host_slots=2))
+    active, cold, away = ([e for e in range(6) if pages.tier(e) == t] for t in ("active", "cold", "evicted"))
+    pages.manager.table.dirty[[pages.id(e) for e in cold]] = False  # as if they had been written and read again
+    first = pages.id(away[0])
+    pages.manager.outlook.next_use = lambda ids: np.where(ids == first, 1.0 if sooner else 9.0, 5.0)  # type: ignore[method-assign, assignment]
+    with pages.manager.lease(pages.module, Plane.WEIGHT, active):
+        pages.manager.pager.prefetch([first])
+        assert ("pages_read_ahead" in pages.counts) is sooner
+    pages.manager.close()
 
 
 def test_a_page_that_is_needed_later_than_all_in_host_memory_goes_on_to_disk(tmp_path):

@@ -30,7 +30,7 @@ def test_a_page_read_while_it_is_being_written_stays_and_is_whole(tmp_path):
     leaving = resident(pages)[0]
     written = pages.counts["bytes_written"]
     pages.manager.pager._evict(pages.id(leaving))
-    assert next(kind for _, kind in pages.manager.pager.flights()).value == "leaving"
+    assert next(iter(pages.manager.pager.flights.values())).kind.value == "leaving"
     loaded, evicted = pages.counts.get("pages_loaded", 0), pages.counts["pages_evicted"]
     pages.read(leaving)  # waits for the write
     assert pages.counts["bytes_written"] == written + SLOT
@@ -275,7 +275,7 @@ def test_settling_ends_all_flights_and_moves_nothing_that_stays(tmp_path):
     stays = resident(pages)[0]
     pages.manager.pager._evict(pages.id(stays))
     pages.manager.pager.settle()
-    assert pages.manager.pager.flights() == []
+    assert pages.manager.pager.flights == {}
     assert pages.tier(stays) == "active"
     assert not pages.manager.table.dirty[pages.id(stays)]
     pages.check()

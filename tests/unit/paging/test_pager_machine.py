@@ -36,7 +36,7 @@ from megascale_omni.paging.planes import PageKey, Plane
 from megascale_omni.paging.tiers import TierKind
 from megascale_omni.schedule import Phase
 from tests.unit.paging.movers import ManualMover
-from tests.unit.paging.small import SLOT
+from tests.unit.paging.small import SLOT, compare_choices
 
 DTYPES = {Plane.WEIGHT: torch.bfloat16, Plane.GRADIENT: torch.float32, Plane.MASTER: torch.float32}
 PLANES = st.sampled_from(list(DTYPES))
@@ -68,8 +68,9 @@ class PagerMachine(RuleBasedStateMachine):
         fraction=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
         host=st.sampled_from([0, 3, 12, 100]),
         prefetch=st.booleans(),
+        slack=st.sampled_from([0, 8]),
     )
-    def start(self, seed: int, fraction: float, host: int, prefetch: bool) -> None:
+    def start(self, seed: int, fraction: float, host: int, prefetch: bool, slack: int) -> None:
         options = PagingOptions(
             device_budget=Budget(fraction=fraction),  # raised to the floors
             host_budget=Budget(nbytes=host * SLOT),
@@ -77,11 +78,14 @@ class PagerMachine(RuleBasedStateMachine):
             checksum="crc32",
             prefetch=prefetch,
         )
+        self.slack = mock.patch("megascale_omni.paging.shadow.LEAST_SLACK", slack)
+        self.slack.start()
         self.mover = self.make_mover(seed)
         self.manager = ExpertManager(device=torch.device("cpu"), options=options, mover=self.mover, poison=True)
         for number, (experts, ffn, rows) in enumerate(((4, 24, 16), (5, 16, 16))):
             layout = PageLayout(ExpertShape(hidden=16, ffn=ffn, gated=True, bias=number == 0), rows)
             self.manager.add_module(path=f"module{number}", layout=layout, num_experts=experts, dtypes=DTYPES)
+        compare_choices(self.manager.pager)
         self.disk = self.manager.pager.tiers.disk
         assert self.disk is not None
         for number in (0, 1):
@@ -91,6 +95,7 @@ class PagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.batches.stop()
         if hasattr(self, "manager"):
+            self.slack.stop()
             self.manager.close()
             assert not list(Path(self.folder).iterdir())
         shutil.rmtree(self.folder)
@@ -201,7 +206,7 @@ class PagerMachine(RuleBasedStateMachine):
         """As if the policy had chosen them."""
         pager = self.manager.pager
         pager.poll()
-        flying = {page_id for page_id, _ in pager.flights()}
+        flying = set(pager.flights)
         for page_id in map(self.id, self.keys(module, plane, self.choose(module, experts))):
             here = self.manager.table.tier[page_id] == TierKind.DEVICE and not self.manager.table.pins[page_id]
             if here and page_id not in flying:
@@ -283,7 +288,7 @@ class PagerMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.manager.pager.settle()
-        assert self.manager.pager.flights() == []
+        assert self.manager.pager.flights == {}
 
     @rule()
     def poll(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from megascale_omni.paging.forecast import FAR
 from megascale_omni.paging.residency import Candidates, choose_victims
 
 INF = float("inf")
@@ -38,6 +39,7 @@ ROWS = [
     Row("what is needed at the same time stays too", ((1, 3.5, False, 0),), (), before=3.5),
     Row("whatever is needed sooner, if a page is waited for", ((1, 0.0, True, 9),), (1,)),
     Row("never used again goes first", ((1, 8.0, False, 0), (2, float(1 << 40), True, 9)), (2,)),
+    Row("of uses that nobody knows the one used longest ago", ((1, FAR, True, 3), (2, FAR, False, 5)), (1,)),
     Row("not one that LRU would have", ((1, 5.0, False, 0), (2, 9.0, False, 0)), (1,), shadowed=(2,)),
     Row(
         "but as many of these as are allowed",

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.outlook import Outlook
-from megascale_omni.paging.replay import Budget, replay
+from megascale_omni.paging.replay import replay
 from megascale_omni.paging.shadow import ShadowLru, slack_of
 from tests.unit.paging.test_trace import SLOT, sweeps
 

@@ -5,6 +5,7 @@ import threading
 from datetime import timedelta
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,11 +14,13 @@ from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.copies import CopyJob, StreamCopier, coalesced
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.mover import Mover
+from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.runs import Place, runs
 from megascale_omni.paging.streams import Way
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of, train
 from tests.unit.paging.late_streams import LateStreams
 from tests.unit.paging.movers import ManualMover
+from tests.unit.paging.small import Pages
 
 TASK = Task(modules=2, experts=6, active=4, steps=4, dtype=torch.bfloat16, clip=0.0)
 
@@ -100,6 +103,28 @@ def test_a_reader_and_who_gives_memory_back_wait_for_what_is_coming():
     copier.load([(other, device)])
     copier.settle()
     assert torch.equal(device, other)
+
+
+def test_a_new_page_gets_a_slot_that_nothing_is_coming_to(tmp_path):
+    streams = LateStreams()
+    pages = Pages(tmp_path, experts=4, slots=2, host_slots=4, copier=StreamCopier(streams))
+    pages.jobs.complete_all()
+    pages.manager.pager.poll()
+    pages.send_away(*(e for e in range(4) if pages.tier(e) == "active"))
+    table, host = pages.manager.table, pages.manager.pager.tiers.host
+    host.tensor(pages.slot_class, int(table.slot[pages.id(0)])).fill_(7.0)
+    pages.manager.pager.prefetch([pages.id(0)])
+    pages.jobs.complete_all()
+    pages.manager.pager.poll()
+    assert pages.tier(0) == "active"
+    coming = pages.manager.pager.tensor(pages.id(0)).data_ptr()
+    assert not streams.copies[-1].event.done, "its bytes are still on their way"
+    pages.manager.drop(np.array([pages.id(0)]))
+    (new,) = pages.manager.create(pages.module, Plane.WEIGHT, [0]).tolist()
+    assert pages.manager.pager.tensor(new).data_ptr() == coming
+    pages.manager.page_tensor(new).zero_()
+    with pages.manager.lease(pages.module, Plane.WEIGHT, [0]) as lease:
+        assert not lease.page(0, 0).any()
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

@@ -23,7 +23,8 @@ from megascale_omni.planner.plan import break_even_tokens, make_plan
 from megascale_omni.planner.prediction import Machine, Run, work_of
 from megascale_omni.planner.probe import measure_here, paging_efficiency
 from megascale_omni.planner.state import rank_state
-from megascale_omni.planner.traffic import Traffic, Work, step_traffic, traced_traffic
+from megascale_omni.planner.steps import Work
+from megascale_omni.planner.traffic import Traffic, step_traffic, traced_traffic
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -136,7 +137,10 @@ def moves(share: float, work: Work) -> Traffic:
 
 
 def traffic(share: float, *, micro_batches: int = 1, active: float = 1.0) -> float:
-    return moves(share, Work(micro_batches, active)).all.loaded_bytes / STATE.total_bytes
+    budget = int(share * STATE.total_bytes)
+    least = micro_batches > 1  # which is found sooner
+    found = step_traffic(STATE, Work(micro_batches, active), budget_bytes=budget, least=least)
+    return found.all.loaded_bytes / STATE.total_bytes
 
 
 def test_traffic_grows_as_the_budget_shrinks_and_with_micro_batches():
@@ -158,7 +162,8 @@ def test_moments_come_in_the_optimizer_or_with_it_in_the_last_backward():
     assert after.step.loaded_bytes > 0.4 * STATE.total_bytes > after.passes.loaded_bytes
     within = moves(0.25, Work(1, 1.0, gradient_sweep=False, step_in_backward=True))
     assert within.step.loaded_bytes == 0
-    assert 0 < within.all.loaded_bytes < after.all.loaded_bytes, "gradients never leave before they are applied"
+    moved = [found.all.loaded_bytes + found.all.written_bytes for found in (within, after)]
+    assert 0 < moved[0] < moved[1], "gradients never leave before they are applied"
 
 
 # -- of a recorded run -------------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""Pages that are asked for before they are needed, and loaded as room appears."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from megascale_omni.paging.flights import FlightKind, Flights
+from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.pace import Pace
+from megascale_omni.paging.residency import displaced_before
+from megascale_omni.paging.shadow import Shadows
+from megascale_omni.paging.table import PageTable
+from megascale_omni.paging.tiers import HOST, Arena
+from megascale_omni.paging.victims import Victims
+
+
+class Loads(Protocol):
+    """Who starts loads."""
+
+    def is_away(self, page_id: int) -> bool:
+        """Whether a page is neither in the device arena nor on its way."""
+        ...
+
+    def load(self, page_id: int, *, ahead: float) -> bool:
+        """Starts a load where pages used after the time ``ahead`` make room; whether it did."""
+        ...
+
+
+class Ahead:
+    """What is asked for, in the order of need. ``flights`` are the pager's, ``loader`` starts loads."""
+
+    def __init__(
+        self,
+        table: PageTable,
+        device: Arena,
+        outlook: Outlook,
+        *,
+        flights: Flights,
+        shadows: Shadows,
+        victims: Victims,
+        pace: Pace,
+        loader: Loads,
+    ) -> None:
+        self._table, self._device, self._outlook = table, device, outlook
+        self._flights, self._shadows, self._victims = flights, shadows, victims
+        self._pace, self._loader = pace, loader
+        self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
+        self.stuck = False
+        """Whether asking has failed, and nothing happened since that could change it."""
+
+    def ask(self, page_ids: Iterable[int]) -> None:
+        """These pages are wanted, and no others any more."""
+        wanted = np.fromiter(page_ids, dtype=np.int64)
+        away = np.nonzero(self._table.tier[wanted] >= HOST)[0]
+        pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
+        self._wanted = deque((n, p) for n, p in pairs if not self._flights.is_coming(p))
+        self.stuck = False
+
+    def forget(self) -> None:
+        """Nothing is wanted any more."""
+        self._wanted.clear()
+
+    def waiting(self) -> list[int]:
+        """What is wanted and has not been loaded, the one needed first first."""
+        return [page_id for _, page_id in self._wanted]
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do; forgets what has come."""
+        wanted = self._wanted
+        while wanted and not self._loader.is_away(wanted[0][1]):
+            wanted.popleft()
+        return not wanted
+
+    def serve(self, *, keep: frozenset[int]) -> None:
+        """Starts loads as far as there is room; pages in ``keep`` are being brought and do not leave."""
+        wanted, loader = self._wanted, self._loader
+        uses: dict[int, float] = {}
+        held_until: dict[int, float] = {}
+        always = self._pace.ahead()
+        while wanted:
+            number, page_id = wanted[0]
+            if loader.is_away(page_id):
+                before = np.inf  # where there is room, nobody need leave, and nobody asks when what is used
+                slot_class = self._table.slot_class(page_id)
+                if not self._device.has_room(slot_class):
+                    # There is room once one of those that leave has left.
+                    leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep)
+                    if leaving or not self._shadows.of_page(page_id).may_load(page_id):
+                        self.stuck = True
+                        return
+                    if page_id not in uses:
+                        pages = [page for _, page in wanted]
+                        uses = dict(zip(pages, self._outlook.next_use(np.array(pages)).tolist(), strict=True))
+                    before, index = uses[page_id], int(self._table.class_index[page_id])
+                    if number >= always:
+                        if index not in held_until:
+                            held_until[index] = self._held_until(index)
+                        before = displaced_before(number, before, held_until[index], always=always)
+                    if self._victims.latest_use(slot_class) <= before:  # nobody would leave for it
+                        self.stuck = True
+                        return
+                if not loader.load(page_id, ahead=before):
+                    self.stuck = True
+                    return
+            wanted.popleft()
+
+    def _held_until(self, class_index: int) -> float:
+        """The latest next use of the pages of a class that leases hold."""
+        held = self._table.pins.nonzero()[0]
+        held = held[self._table.class_index[held] == class_index]
+        return max(self._outlook.next_use(held).tolist(), default=-np.inf)

@@ -1,0 +1,108 @@
+"""Sweeps: groups of pages one after the other, leased while they are worked on, the next ones on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
+from megascale_omni.paging.leases import Lease, PagedModule, Wave
+from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
+from megascale_omni.paging.work import PageWork, wanted_here
+from megascale_omni.schedule import Phase
+
+if TYPE_CHECKING:
+    from megascale_omni.paging.manager import ExpertManager
+
+
+class Sweeps:
+    """The sweeps over one manager's pages."""
+
+    def __init__(self, manager: ExpertManager) -> None:
+        self._manager = manager
+        self.visits = Visits(manager)
+
+    def waves(
+        self,
+        module: PagedModule,
+        experts: Sequence[int],
+        *,
+        planes: Sequence[Plane],
+        phase: Phase,
+        create: Plane | None,
+        soon: Sequence[Plane],
+    ) -> Iterator[Wave]:
+        """See :meth:`megascale_omni.paging.manager.ExpertManager.waves`."""
+        manager = self._manager
+        resident = manager.arena.device.type == "cuda" and not manager.pager.can_evict
+        nbytes = RESIDENT_BATCH_BYTES if resident else None
+        batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
+        slices = module.entry.num_slices
+        pages = (np.asarray(experts, dtype=np.int64)[:, None] * slices + np.arange(slices)).reshape(-1)
+        self.visits.begin(module, phase, (*planes, *soon), pages)
+        ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
+        groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
+        others = [module.ids_by_page(soon, batch) for batch in batches] if soon else []
+        for number, items in enumerate(batches):
+            if Plane.WEIGHT in ids:
+                manager.catch_up(module, ids[Plane.WEIGHT][number])
+            leases: dict[Plane, Lease] = {}
+            new: np.ndarray = groups[number][:0]
+            try:
+                for plane in planes:
+                    if plane is create:
+                        new = manager.create_ids(module, plane, ids[plane][number])
+                    leases[plane] = manager.lease_ids(module, plane, ids[plane][number])
+                self.visits.reached(module, items[-1])
+                coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
+                if others:
+                    after = zip(coming, islice(others, number + 1, None), strict=True)
+                    coming = chain([others[number]], chain.from_iterable(after))
+                self.visits.ask(module, coming)
+                fresh = frozenset((key.expert, key.slice) for key in map(manager.key, new.tolist()))
+                yield Wave(items=items, leases=leases, fresh=fresh)
+                new = new[:0]
+            finally:
+                for lease in leases.values():
+                    lease.release()
+                manager.drop(new)
+
+    def pages(
+        self,
+        module: PagedModule,
+        names: Sequence[tuple[int, int]],
+        *,
+        planes: Sequence[Plane],
+        phase: Phase,
+        write: bool,
+        zeros: Sequence[Plane],
+        deciding: tuple[Plane, ...],
+    ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
+        """See :meth:`megascale_omni.paging.manager.ExpertManager.sweep`."""
+        if not names:
+            return
+        manager = self._manager
+        pairs = np.asarray(names, dtype=np.int64)
+        self.visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
+        groups = np.stack([module.ids(plane, names) for plane in planes], axis=1)
+        for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+            for column, plane in enumerate(planes if zeros else ()):
+                if plane in zeros:
+                    for page_id in manager.create_ids(module, plane, group[column : column + 1]).tolist():
+                        manager.page_tensor(page_id).zero_()
+            work = PageWork(manager, group, deciding=deciding)
+            try:
+                if write:  # at once: the caller may never come back
+                    manager.mark_dirty(group)
+                self.visits.reached(module, name)
+                coming = islice(groups, number + 1, number + 1 + SWEEP_AHEAD)
+                wanted = (wanted_here(manager.table, g, deciding=deciding, planes=planes) for g in coming)
+                self.visits.ask(module, wanted)
+                yield name, work.tensors()
+            finally:
+                work.release()

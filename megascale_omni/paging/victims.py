@@ -1,0 +1,181 @@
+"""Pages that may leave, kept in the order in which they would go.
+
+[Note: kept order]
+``choose_victims`` (``residency.py``) says who leaves: it puts all candidates in order and takes the first. To do so
+whenever a page is needed costs more than all the rest of deciding, and little changes between two needs. So the order
+is kept: candidates are sorted when next uses were computed anew (as a visit begins), and a page that has changed since
+(given back, arrived, passed by the visit) stands in a heap beside the sorted ones, with what is true of it now. What is
+written in either about a page that has changed again, or may not leave at present, is passed over. Whatever happens to
+a page has to be told (:meth:`Victims.changed`) by the time it may leave again. The pages chosen are those of the pure
+function over a snapshot; where its allowance could leave one of them out, it is asked itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Container, Iterable
+
+import numpy as np
+
+from megascale_omni.paging.forecast import FAR
+from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.outlook import Outlook
+from megascale_omni.paging.residency import Candidates, choose_victims, order_of_going
+from megascale_omni.paging.shadow import Shadows
+from megascale_omni.paging.table import PageTable
+from megascale_omni.paging.tiers import DEVICE
+
+_Key = tuple[float, bool, int, int]
+"""(minus its next use, dirty, last use, page id): ascending is the order of going."""
+
+MOST_CHANGES = 1 << 14
+"""Changes that nobody asked after; from there on sorting anew is cheaper."""
+
+
+class _Order:
+    """The candidates of one slot class. See [Note: kept order]."""
+
+    def __init__(self, keys: list[_Key]) -> None:
+        self._sorted = keys
+        self._place = 0  # of the first that has not been passed over
+        self._heap: list[tuple[_Key, int]] = []
+        self._newest: dict[int, int] = {}  # number of the newest entry of a page in the heap
+        self._number = 0
+
+    def push(self, key: _Key) -> None:
+        """A page has changed; this is what is true of it now."""
+        self._number += 1
+        self._newest[key[3]] = self._number
+        heapq.heappush(self._heap, (key, self._number))
+
+    def first(self, may_leave: Callable[[int], bool]) -> _Key | None:
+        """The first that may leave; what stands before it is passed over for good."""
+        keys, heap, newest = self._sorted, self._heap, self._newest
+        while self._place < len(keys):
+            page_id = keys[self._place][3]
+            if page_id not in newest and may_leave(page_id):
+                break
+            self._place += 1
+        while heap and (newest[heap[0][0][3]] != heap[0][1] or not may_leave(heap[0][0][3])):
+            heapq.heappop(heap)
+        sorted_key = keys[self._place] if self._place < len(keys) else None
+        return heap[0][0] if heap and (sorted_key is None or heap[0][0] < sorted_key) else sorted_key
+
+    def take(self, count: int, *, before: float, may_leave: Callable[[int], bool]) -> list[int]:
+        """The first ``count`` that are needed after ``before``, in order; they are gone from here."""
+        found: list[int] = []
+        while len(found) < count:
+            key = self.first(may_leave)
+            if key is None or -key[0] <= before:
+                break
+            found.append(key[3])
+            if self._heap and self._heap[0][0] is key:
+                heapq.heappop(self._heap)
+            else:
+                self._place += 1
+        return found
+
+
+class Victims:
+    """Chooses who leaves the device arena. ``flying``: pages on their way; ``keep``: those being brought together."""
+
+    def __init__(
+        self,
+        table: PageTable,
+        outlook: Outlook,
+        shadows: Shadows,
+        *,
+        flying: Container[int],
+        keep: Callable[[], frozenset[int]],
+    ) -> None:
+        self._table, self._outlook, self._shadows = table, outlook, shadows
+        self._flying, self._keep = flying, keep
+        self._orders: dict[SlotClass, _Order] = {}
+        self._changed: list[int] = []
+        self._epoch = -1
+        self._passed = 0
+
+    def changed(self, page_ids: Iterable[int]) -> None:
+        """Pages were given back or have arrived, or are free to leave again."""
+        self._changed += page_ids
+        if len(self._changed) > MOST_CHANGES:
+            self._changed.clear()
+            self._orders.clear()
+
+    def choose(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
+        """Up to ``count`` pages of a class to evict, first to go first: those of ``choose_victims``."""
+        if count <= 0:
+            return []
+        found = self._order(slot_class).take(count, before=before, may_leave=self._may_leave)
+        self._changed += found  # who stays all the same will be asked again
+        shadow = self._shadows.of(slot_class)
+        if shadow.count_held(found) > shadow.allowance:
+            return choose_victims(self.snapshot(slot_class), count=count, needed_before=before)
+        return found
+
+    def latest_use(self, slot_class: SlotClass) -> float:
+        """When the page of a class that would go first is needed; minus infinity where nobody may leave."""
+        key = self._order(slot_class).first(self._may_leave)
+        return -np.inf if key is None else -key[0]
+
+    def _may_leave(self, page_id: int) -> bool:
+        table = self._table
+        if table.tier[page_id] != DEVICE or table.pins[page_id]:
+            return False
+        return page_id not in self._flying and page_id not in self._keep()
+
+    def snapshot(self, slot_class: SlotClass) -> Candidates:
+        """All pages of a class that may leave, as they are now."""
+        ids, shadow = self._candidates(slot_class), self._shadows.of(slot_class)
+        return Candidates(
+            ids,
+            self._outlook.next_use(ids),
+            self._table.dirty[ids],
+            self._table.last_use[ids],
+            shadowed=shadow.holds(ids),
+            allowance=shadow.allowance,
+        )
+
+    def _candidates(self, slot_class: SlotClass) -> np.ndarray:
+        table, keep = self._table, self._keep()
+        mask = (table.tier == DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
+        found: np.ndarray = mask.nonzero()[0]
+        return np.array([p for p in found.tolist() if p not in self._flying and p not in keep], dtype=np.int64)
+
+    def _order(self, slot_class: SlotClass) -> _Order:
+        """The order of a class, up to date."""
+        self._outlook.update()
+        if self._epoch != self._outlook.epoch:
+            self._epoch, self._passed = self._outlook.epoch, self._outlook.num_passed
+            self._orders.clear()
+            self._changed.clear()
+        elif self._orders:
+            self._take_in()
+        order = self._orders.get(slot_class)
+        if order is None:
+            ids, table = self._candidates(slot_class), self._table
+            going = order_of_going(self._outlook.next_use(ids), table.dirty[ids], table.last_use[ids])
+            order = self._orders[slot_class] = _Order(self._keys(ids[going]))
+        return order
+
+    def _take_in(self) -> None:
+        """Tells the orders what has changed."""
+        passed = self._outlook.num_passed
+        if passed != self._passed:
+            self._changed += self._outlook.passed_since(self._passed)
+            self._passed = passed
+        if not self._changed:
+            return
+        ids = np.array(list(dict.fromkeys(self._changed)), dtype=np.int64)
+        self._changed.clear()
+        table = self._table
+        ids = ids[(table.tier[ids] == DEVICE) & (table.pins[ids] == 0)]
+        for key, index in zip(self._keys(ids), table.class_index[ids].tolist(), strict=True):
+            order = self._orders.get(table.classes[index])
+            if order is not None:
+                order.push(key)
+
+    def _keys(self, ids: np.ndarray) -> list[_Key]:
+        uses = self._outlook.next_use(ids)
+        dirty = (self._table.dirty[ids] & (uses < FAR)).tolist()  # as order_of_going has it
+        return list(zip((-uses).tolist(), dirty, self._table.last_use[ids].tolist(), ids.tolist(), strict=True))

@@ -1,0 +1,52 @@
+"""Steps that a plan makes are those of a run, event by event."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascale_omni.paging.recorder import Recorder, described
+from megascale_omni.paging.trace import Op, Trace, read_trace
+from megascale_omni.planner.state import RankState
+from megascale_omni.planner.steps import Steps, Work, has_few_pages, wave_pages
+from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
+
+TASK = Task(
+    steps=4, modules=2, experts=4, active=4, tokens=64, hidden=32, ffn=32, rows=16, bias=False, micro_batches=2,
+    evaluate=False,
+)  # fmt: skip
+
+
+def events(trace: Trace, step: int) -> list[tuple[Op, list[int]]]:
+    """Of one step. What a lease holds at once or page by page makes no difference."""
+    found: list[tuple[Op, list[int]]] = []
+    at = 0
+    for event in trace:
+        if event.op is Op.STEP:
+            at = int(event.numbers[0])
+        elif at == step and event.op is Op.VISIT:
+            found.append((event.op, event.numbers.tolist()))
+        elif at == step and event.op in (Op.CREATE, Op.HOLD, Op.WRITE, Op.DROP, Op.REACH):
+            found += [(event.op, [number]) for number in event.numbers.tolist()]
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.5, 0.0], ids=["at the end", "in the backward"])
+def test_steps_of_a_plan_are_those_of_a_run(tmp_path, clip):
+    task = Task(**{**TASK.__dict__, "clip": clip})
+    with batches_of(task):
+        model = Model(task, ALL)
+        recorder = Recorder(model.manager, tmp_path / "run.trace")
+        for number in range(1, task.steps + 1):
+            model.step(number, Trained())
+        recorder.close()
+        state = RankState(model.manager.modules)
+        assert has_few_pages(state)
+        run = read_trace(tmp_path / "run.trace")
+        work = Work(task.micro_batches, 1.0, gradient_sweep=False, step_in_backward=not clip)
+        made = Steps(described(state.modules), work, batch=wave_pages(state), seed=0).trace(task.steps)
+    assert len({m.slot_class(p) for m in state.modules for p in m.dtypes}) == 1
+    assert state.modules[0].dtypes[next(iter(state.modules[0].dtypes))] is torch.float32
+    for op in (Op.VISIT, Op.CREATE, Op.HOLD, Op.WRITE, Op.DROP, Op.REACH):
+        of_run, of_plan = ([numbers for o, numbers in events(t, 4) if o is op] for t in (run, made))
+        assert of_plan == of_run, op.name
