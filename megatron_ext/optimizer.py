@@ -290,12 +290,13 @@ def build_optimizer(
             that were built before MegaScale was enabled, or paged experts and a chunk without stock's data-parallel
             wrapper.
     """
-    _refuse_late(model_chunks)
     chunks = [chunk for chunk in model_chunks if isinstance(chunk, MegaScaleDDP)]
     if len(chunks) < len(model_chunks):
+        _refuse_late(model_chunks)
         _refuse_experts(model_chunks)
         return stock(config, model_chunks, config_overrides, **options)
     support.check("optimizer", config)
+    _refuse_late(model_chunks)
     clip = patches.active_runtime().config.clip
     if not clip.skips_nonfinite:
         _refuse_dense_model(chunks)
