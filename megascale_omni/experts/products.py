@@ -6,10 +6,10 @@ the result; with ``accumulate`` it is added to what ``out`` holds.
 [Note: products and rounding]
 A page is one product per matrix. Where the result has the operands' dtype the product lands in ``out`` directly. Where
 ``out`` is wider, it holds a sum of bf16 products in fp32, and there are two kinds. Slices of one product (``nn``) are
-parts of a sum that stock does not cut: they are added unrounded. Weight gradients (``tn``) of several calls are
-products of their own in stock, which rounds each to the operands' dtype before it adds it: so do we, unless ``rounded``
-is False. Torch has no product of bf16 operands with an fp32 result on a CPU; for an unrounded one operands are copied
-to fp32, which loses nothing.
+parts of a sum that stock does not cut: they are joined to one product, or added unrounded. Weight gradients (``tn``)
+of several calls are products of their own in stock, which rounds each to the operands' dtype before it adds it: so do
+we, unless ``rounded`` is False. On a CPU torch has no product of bf16 operands with an fp32 result; for an unrounded
+one operands are copied to fp32, which loses nothing.
 """
 
 from __future__ import annotations

@@ -19,13 +19,21 @@ if TYPE_CHECKING:
     from megascale_omni.experts.function import ExpertsContext
 
 
-class _SliceSum:
-    """The sum over an expert's slices of ``[n, h]`` products, in fp32, rounded once where the result is narrower.
+_JOINED_BYTES = 64 * 2**20
+"""The largest weight matrix of an expert that is put together from its slices; as much as the largest page."""
 
-    Products are wide (see [Note: wide products]) where they land in ``result``.
+
+class _SliceSum:
+    """The sum over an expert's slices of ``[n, h]`` products, rounded once where the result is narrower than fp32.
+
+    There, operands of slices are put side by side, so that all of an expert is one product, as in stock: over ``width``
+    neurons, gate and up counted apart (see [Note: products and rounding]). Where its weights are too large for that, an
+    fp32 sum takes the slices one by one. Products are wide (see [Note: wide products]) where they land in ``result``.
     """
 
-    def __init__(self, context: ExpertsContext, name: str, result_Nh: torch.Tensor, rows: Rows, wide: _Wide) -> None:
+    def __init__(
+        self, context: ExpertsContext, name: str, result_Nh: torch.Tensor, rows: Rows, wide: _Wide, *, width: int
+    ) -> None:
         self._products = context.products
         self._workspace = context.workspace
         self._name = name
@@ -33,6 +41,8 @@ class _SliceSum:
         self._slices = context.layout.num_slices
         self._direct = self._slices == 1 or result_Nh.dtype is torch.float32
         self._wide_of = wide.split(result_Nh, rows.starts) if self._direct else ()
+        self._joined = width * result_Nh.shape[1] * result_Nh.element_size() <= _JOINED_BYTES
+        self._width, self._filled = width, 0
 
     def add(self, expert: int, slice_: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds ``left @ right`` of one slice; slices of an expert come in ascending order and are not interleaved."""
@@ -41,10 +51,23 @@ class _SliceSum:
             return
         result = self._result_of[expert]
         left = left[: result.shape[0]]
+        if self._joined:
+            self._join(result, slice_, left, right)
+            return
         total = self._workspace.take(self._name, tuple(result.shape), torch.float32)
         self._products.nn(left, right, out=total, accumulate=slice_ > 0)
         if slice_ == self._slices - 1:
             result.copy_(total)  # rounded once
+
+    def _join(self, result: torch.Tensor, slice_: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        left_nk = self._workspace.take(f"{self._name}.left", (len(result), self._width), left.dtype)
+        right_kh = self._workspace.take(f"{self._name}.right", (self._width, right.shape[1]), right.dtype)
+        start = self._filled if slice_ else 0
+        self._filled = start + len(right)
+        left_nk[:, start : self._filled].copy_(left)
+        right_kh[start : self._filled].copy_(right)
+        if slice_ == self._slices - 1:
+            self._products.nn(left_nk, right_kh, out=result)
 
 
 class _Wide:
@@ -103,7 +126,7 @@ class _Forward:
         self._context, self._rows, self._probs_N, self._dtype = context, rows, probs_N, x_Nh.dtype
         self._wide = _Wide(context, rows, x_Nh.dtype)
         self._blocks = Blocks(context.layout, rows, flat)
-        self._output = _SliceSum(context, "output", y_Nh, rows, self._wide)
+        self._output = _SliceSum(context, "output", y_Nh, rows, self._wide, width=context.layout.shape.ffn)
         self._x_of = self._wide.split(x_Nh, rows.starts)
         self._y_of, self._probs_of = rows.split(y_Nh), rows.split(probs_N)
         self._down_bias_h: torch.Tensor | None = None
@@ -188,7 +211,10 @@ class _Backward:
             # A sum over slices like the others (see _SliceSum): not in a dtype narrower than fp32.
             dtype = probs_N.dtype if self.one_page else torch.promote_types(probs_N.dtype, torch.float32)
             self.gprobs_N = torch.zeros_like(probs_N, dtype=dtype)
-        self.inputs = None if gx_Nh is None else _SliceSum(context, "input_gradient", gx_Nh, rows, self.wide)
+        wide_ffn = context.layout.shape.ffn * (2 if context.layout.shape.gated else 1)
+        self.inputs = (
+            None if gx_Nh is None else _SliceSum(context, "input_gradient", gx_Nh, rows, self.wide, width=wide_ffn)
+        )
         self.weights = _WeightGradients(context) if needs_weights and rows.active else None
         self.x_of, self.gy_of = rows.split(x_Nh), rows.split(gy_Nh)
         self.wide_gy_of = self.wide.split(gy_Nh, rows.starts)
