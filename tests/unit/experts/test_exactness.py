@@ -6,10 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
+from megascale_omni.experts import torch_backend
 from megascale_omni.experts.activation import Activation, Kind
 from tests.unit.experts.paged import (
     FFN,
     GELU,
+    HIDDEN,
     PRODUCTS,
     SWIGLU,
     Batch,
@@ -111,6 +113,29 @@ def test_bf16_loses_no_more_than_stock_in_two_halves(activation, probs, rows):
     control = errors(reference(*args, parts=2), truth)
     found = errors(paged(experts, batch), truth)
     assert {name: (found[name], control[name]) for name in found if not found[name] <= BF16_BOUND * control[name]} == {}
+
+
+@pytest.mark.parametrize("rows", [16, 8, 1])
+def test_bf16_pages_have_the_bits_of_a_whole_expert(rows):
+    batch = random_batch((40, 0, 130, 3), probs=torch.bfloat16, dtype=torch.bfloat16)
+    whole = small_experts(GELU, rows=FFN, dtype=torch.bfloat16)
+    cut = small_experts(GELU, rows=rows, dtype=torch.bfloat16)
+    cut.load_dense(whole.dense())
+    found, expected = paged(cut, batch), paged(whole, batch)
+    assert [name for name, tensor in found.items() if name != "probs" and not tensor.equal(expected[name])] == []
+
+
+@pytest.mark.parametrize("activation", [SWIGLU, GELU], ids=name_of)
+def test_bf16_pages_of_weights_too_large_to_be_one_product(activation, monkeypatch):
+    monkeypatch.setattr(torch_backend, "_JOINED_BYTES", HIDDEN * FFN * 2 - 1)
+    batch = random_batch((40, 0, 130, 3), probs=torch.bfloat16, dtype=torch.bfloat16)
+    experts = small_experts(activation, bias=True, dtype=torch.bfloat16)
+    args = (experts.dense(), batch.x, batch.counts, batch.probs, batch.grad_y, activation)
+    truth = reference(*args, dtype=torch.float32)
+    control = errors(reference(*args, parts=2), truth)
+    found = errors(paged(experts, batch), truth)
+    assert {name: (found[name], control[name]) for name in found if not found[name] <= BF16_BOUND * control[name]} == {}
+    assert not any("right" in name and "wide" not in name for name, _ in experts.context.workspace._buffers)
 
 
 def test_bf16_fp32_probabilities_meet_the_down_bias_in_fp32():
