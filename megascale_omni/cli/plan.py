@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     found = make_plan(card, machine, plan)
     assumed = args.device is None
     values = {**found.as_json(), "device_assumed": assumed}
-    print(json.dumps(values, indent=1) if args.json else "\n".join(_lines(found, assumed=assumed)))
+    print(
+        json.dumps(values, indent=1) if args.json else "\n".join(_lines(found, assumed=assumed, disk=disk is not None))
+    )
     return 0
 
 
@@ -117,7 +119,7 @@ def _count(parameters: float) -> str:
     return f"{parameters / 1e9:,.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
 
 
-def _lines(plan: Plan, *, assumed: bool) -> list[str]:
+def _lines(plan: Plan, *, assumed: bool, disk: bool) -> list[str]:
     from megascale_omni.planner.plan import gib
 
     lines = [
@@ -131,14 +133,15 @@ def _lines(plan: Plan, *, assumed: bool) -> list[str]:
     ]
     if plan.prediction is not None:
         found = plan.prediction
+        tiers = {("no place" if name == "disk" and not disk else name): n for name, n in plan.tier_bytes.items() if n}
         lines += [
-            "  by tier: " + ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in plan.tier_bytes.items() if nbytes),
-            f"a step: {found.step_seconds:.3g} s (compute {found.compute_seconds:.3g} s, io {found.io_seconds:.3g} s, "
-            f"of which {found.stall_seconds:.3g} s are waited for); {gib(found.loaded_bytes)} come, "
-            f"{gib(found.written_bytes)} go",
+            "  by tier: " + ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in tiers.items()),
+            f"a step of {plan.tokens_per_step:,} tokens: {found.step_seconds:.3g} s "
+            f"(compute {found.compute_seconds:.3g} s, io {found.io_seconds:.3g} s, of which "
+            f"{found.stall_seconds:.3g} s are waited for); {gib(found.loaded_bytes)} come, {gib(found.written_bytes)} go",
         ]
     lines.append(
         f"tokens an expert and micro-batch: {plan.tokens_per_expert:,.0f}; to hide a load: "
-        + ", ".join(f"{count:,.0f} from {name}" for name, count in plan.break_even_tokens.items())
+        + ", ".join(f"{count:,.0f} tokens from {name}" for name, count in plan.break_even_tokens.items())
     )
     return lines + list(plan.words)

@@ -42,6 +42,7 @@ class Plan:
     room_bytes: int
     advised_budget: int | None
     tier_bytes: dict[str, int]
+    tokens_per_step: int
     tokens_per_expert: float
     break_even_tokens: dict[str, float]
     prediction: Prediction | None
@@ -121,6 +122,7 @@ def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
         room_bytes=room,
         advised_budget=wanted if fits or run.budget_bytes is not None else None,
         tier_bytes=tiers,
+        tokens_per_step=card.global_batch_size * card.seq_length,
         tokens_per_expert=tokens_per_expert,
         break_even_tokens=break_even,
         prediction=prediction,
@@ -143,6 +145,8 @@ def _advised(card: ModelCard, machine: Machine, run: Run, state: RankState, room
         return None
     if room >= state.total_bytes:
         return state.total_bytes
+    if machine.disk is None and state.total_bytes - room > machine.host_memory:
+        return room  # what else there is does not hold the rest
     tried: list[Prediction] = []
     for share in ADVISED:
         budget = max(state.smallest_budget, int(share * state.total_bytes))
@@ -185,7 +189,8 @@ def _about(
     if prediction.loaded_bytes <= 0:
         return []
     if prediction.stall_seconds <= 0.05 * prediction.step_seconds:
-        return ["What moves is hidden behind compute."]
+        share = 100 * prediction.stall_seconds / prediction.step_seconds
+        return ["What moves is hidden behind compute" + (f", but for {share:.0f} %." if share >= 1 else ".")]
     where = "disk" if tiers["disk"] else "host"
     needed = break_even.get(where, 0.0)
     slower = prediction.step_seconds / prediction.compute_seconds

@@ -264,6 +264,7 @@ def test_what_fits_needs_no_paging_and_what_does_not_is_said():
     assert "This does not fit" in too_large.words[0]
     homeless = make_plan(card(), machine(memory=500 * MIB, disk=None), Run(page_bytes=MIB))
     assert any("have no place" in words for words in homeless.words)
+    assert homeless.advised_budget == homeless.room_bytes
 
 
 def test_where_paging_loses_is_said_in_words():
@@ -339,13 +340,16 @@ def test_the_command_prints_a_plan_and_json(capsys):
     arguments += ["--device-memory", "1GiB", "--host-memory", "1GiB", "--disk-bandwidth", "1GB/s"]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    for part in ("device: H100 80GB", "by plane: weight", "by tier: device", "a step:", "to hide a load:"):
+    for part in ("device: H100 80GB", "by plane: weight", "by tier: device", "a step of ", "to hide a load:"):
         assert part in text
     assert cli.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prediction"]["step_seconds"] > 0
     assert (found["device"], found["device_assumed"]) == ("H100 80GB", True)
     assert "assumed" in text
+    assert "no place" not in text
+    assert cli.main([*arguments[:-2], "--host-memory", "1MiB"]) == 0
+    assert ", no place " in capsys.readouterr().out
     assert cli.main([*arguments, "--device", "a100"]) == 0
     assert "device: A100 80GB\n" in capsys.readouterr().out, "nothing is assumed of a device that was named"
     assert sum(found["plane_bytes"].values()) == found["total_page_bytes"] == sum(found["tier_bytes"].values())
