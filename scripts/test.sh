@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_TH
 
 # A file stays on one process: what its tests share is made once.
 workers=()
-(($(nproc) > 1)) && workers=(-n 2 --dist loadfile)
+(($(env -u OMP_NUM_THREADS nproc) > 1)) && workers=(-n 2 --dist loadfile)
 
 failed=()
 part() {

@@ -138,7 +138,8 @@ def _lines(plan: Plan, *, assumed: bool, disk: bool) -> list[str]:
             "  by tier: " + ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in tiers.items()),
             f"a step of {plan.tokens_per_step:,} tokens: {found.step_seconds:.3g} s "
             f"(compute {found.compute_seconds:.3g} s, io {found.io_seconds:.3g} s, of which "
-            f"{found.stall_seconds:.3g} s are waited for); {gib(found.loaded_bytes)} come, {gib(found.written_bytes)} go",
+            f"{found.stall_seconds:.3g} s are waited for); "
+            f"{gib(found.loaded_bytes)} come, {gib(found.written_bytes)} go",
         ]
     lines.append(
         f"tokens an expert and micro-batch: {plan.tokens_per_expert:,.0f}; to hide a load: "
