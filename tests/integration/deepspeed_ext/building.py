@@ -131,7 +131,12 @@ def refusals(rank: int, world: int, *, folder: str) -> list[str]:
         case = Case(size=Size(experts=4, layers=1))
         config, broken = case.config(megascale=True), Path(folder) / "broken.json"
         broken.write_text("{")
-        configs = [broken, Path(folder) / "missing.json", {**config, "bf16": {"enabled": "auto"}}, config]
+        configs: list[Path | dict[str, Any]] = [
+            broken,
+            Path(folder) / "missing.json",
+            {**config, "bf16": {"enabled": "auto"}},
+            config,
+        ]
         said = []
         for one in configs:
             try:
