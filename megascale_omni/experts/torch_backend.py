@@ -60,14 +60,16 @@ class _SliceSum:
             result.copy_(total)  # rounded once
 
     def _join(self, result: torch.Tensor, slice_: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        left_nk = self._workspace.take(f"{self._name}.left", (len(result), self._width), left.dtype)
-        right_kh = self._workspace.take(f"{self._name}.right", (self._width, right.shape[1]), right.dtype)
-        start = self._filled if slice_ else 0
-        self._filled = start + len(right)
-        left_nk[:, start : self._filled].copy_(left)
-        right_kh[start : self._filled].copy_(right)
+        if slice_ == 0:
+            self._left_nk = self._workspace.take(f"{self._name}.left", (len(result), self._width), left.dtype)
+            self._right_kh = self._workspace.take(f"{self._name}.right", (self._width, right.shape[1]), right.dtype)
+            self._filled = 0
+        count = len(right)
+        self._left_nk.narrow(1, self._filled, count).copy_(left)
+        self._right_kh.narrow(0, self._filled, count).copy_(right)
+        self._filled += count
         if slice_ == self._slices - 1:
-            self._products.nn(left_nk, right_kh, out=result)
+            self._products.nn(self._left_nk, self._right_kh, out=result)
 
 
 class _Wide:

@@ -40,11 +40,15 @@ FAILED, TERMINATED = 1, 128 + signal.SIGTERM
 
 @dataclass(frozen=True)
 class Word:
-    """What the first rank to end by an error says: its rank, exit status, and a line for the others to know it by."""
+    """What the first rank to end by an error says: its rank, exit status, and a line for the others to know it by.
+
+    ``lost``: ranks that it found gone, and nobody need wait for.
+    """
 
     rank: int
     status: int
     message: str
+    lost: tuple[int, ...] = ()
 
 
 def is_transport_error(error: BaseException) -> bool:
@@ -137,7 +141,10 @@ class Peers:
 
     def tell(self, status: int, message: str) -> bool:
         """Say that this rank ends by an error of its own; whether it is the first to say anything."""
-        word = json.dumps(asdict(Word(rank=self.rank, status=status, message=message)))
+        return self._say(Word(rank=self.rank, status=status, message=message))
+
+    def _say(self, said: Word) -> bool:
+        word = json.dumps(asdict(said))
         try:
             return bool(self._main.compare_set("peers/word", "", word).decode() == word)
         except RuntimeError:
@@ -146,15 +153,18 @@ class Peers:
     def part(self) -> None:
         """Before this rank ends by an error: where its process keeps the store, it stays until the others have heard.
 
-        They would take it for lost otherwise, or tell the same mistake again. Lost ranks hear nothing: it is no long
-        wait. A launcher's store outlives the ranks.
+        They would take it for lost otherwise, or tell the same mistake again. Lost ranks hear nothing and are not
+        waited for. A launcher's store outlives the ranks.
         """
         with contextlib.suppress(RuntimeError):
             self._main.set(f"peers/heard/{self.rank}", "1")
             if self.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 return
-            heard = [f"peers/heard/{rank}" for rank in range(self.world)]
-            deadline = time.monotonic() + 2 * VERDICT_SECONDS
+            if self._word is None and self._main.check(["peers/word"]):
+                self._word = _read(self._main)
+            lost = () if self._word is None else self._word.lost
+            heard = [f"peers/heard/{rank}" for rank in range(self.world) if rank not in lost]
+            deadline = time.monotonic() + 2 * GRACE_SECONDS
             while not self._main.check(heard) and time.monotonic() < deadline:
                 self._over.wait(BEAT_SECONDS / 4)
 
@@ -169,6 +179,8 @@ class Peers:
             try:
                 return self._judged()
             except RuntimeError:  # rank 0 keeps the store, where no launcher does
+                if self._word is not None:  # its thread has heard meanwhile, and so rank 0 has ended
+                    return self._word, False
                 return Word(rank=0, status=FAILED, message=describe_lost([0], [], self.world)), True
 
     def _judged(self) -> tuple[Word, bool]:
@@ -181,14 +193,16 @@ class Peers:
         lost = [rank for rank in still(before, self._beats()) if rank != self.rank]
         told = [rank for rank in lost if self._main.check([f"peers/told/{rank}"])]
         message = describe_lost([rank for rank in lost if rank not in told], told, self.world)
-        return Word(rank=self.rank, status=FAILED, message=message), self.tell(FAILED, message)
+        word = Word(rank=self.rank, status=FAILED, message=message, lost=tuple(lost))
+        return word, self._say(word)
 
     def _beats(self) -> list[int]:
         return [int(value) for value in self._main.multi_get([f"peers/beat/{rank}" for rank in range(self.world)])]
 
 
 def _read(store: torch.distributed.Store) -> Word:
-    return Word(**json.loads(store.get("peers/word")))
+    found = json.loads(store.get("peers/word"))
+    return Word(**{**found, "lost": tuple(found["lost"])})
 
 
 def _leave(status: int) -> None:

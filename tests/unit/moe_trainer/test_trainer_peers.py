@@ -26,8 +26,20 @@ from megascale_omni.paging.disk import PageIoError
 
 def run(rank, struck, ready):
     os.environ["RANK"] = str(rank)
-    peers = start(argparse.Namespace(distributed_backend="gloo", distributed_timeout_minutes=4 / 60))
-    pairs = [torch.distributed.new_group(pair, timeout=timedelta(seconds=4)) for pair in ([0, 1], [1, 2])]
+    seconds = 1 if struck == "late" else 4
+    peers = start(argparse.Namespace(distributed_backend="gloo", distributed_timeout_minutes=seconds / 60))
+    pairs = [torch.distributed.new_group(pair, timeout=timedelta(seconds=seconds)) for pair in ([0, 1], [1, 2])]
+    if struck == "late" and rank == 1:  # looks at the others' numbers when rank 0 has said its word and ended
+        beats = peers._beats
+
+        def late():
+            while peers._word is None:
+                peers._over.wait(0.01)
+            while True:
+                beats()  # until the store is gone
+                peers._over.wait(0.01)
+
+        peers._beats = late
     os.write(ready, b".")
     if struck == "mistake":  # rank 0, which keeps the store, meets it first and ends
         while rank and peers._word is None:
@@ -59,8 +71,8 @@ for rank in range(3):
             os._exit(status)
 for _ in range(3):
     os.read(here, 1)
-if struck.startswith("SIG"):
-    os.kill(ranks[2], getattr(signal, struck))
+if struck.startswith("SIG") or struck == "late":
+    os.kill(ranks[2], signal.SIGKILL if struck == "late" else getattr(signal, struck))
 statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks[:2]]
 if struck == "SIGSTOP":
     os.kill(ranks[2], signal.SIGKILL)
@@ -76,8 +88,9 @@ print([*statuses, os.waitstatus_to_exitcode(os.waitpid(ranks[2], 0)[1])])
         ("SIGTERM", [1, 1, 143], "error: rank 2 of 3: told to end (SIGTERM); the other ranks end too"),
         ("page", [1, 1, 1], "error on rank 2: reading the weight page of layer 3 failed: Input/output error"),
         ("mistake", [2, 2, 2], "told by rank 0"),
+        ("late", [1, 1, -9], "error: lost rank 2 of 3: killed, stopped, or out of reach; the other ranks end"),
     ],
-    ids=["killed", "stopped", "told", "page", "mistake"],
+    ids=["killed", "stopped", "told", "page", "mistake", "late"],
 )
 def test_every_rank_ends_and_one_says_which_was_struck(struck: str, statuses: list[int], message: str) -> None:
     with socket.socket() as probe:
