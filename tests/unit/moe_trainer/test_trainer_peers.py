@@ -55,7 +55,9 @@ def run(rank, struck, ready):
             for pair in pairs:  # rank 0 never talks to rank 2
                 torch.distributed.all_reduce(torch.ones(1), group=pair)
     except Exception as error:
-        return _failed(error, peers)
+        status = _failed(error, peers)
+        peers.part()  # as the trainer does
+        return status
 
 
 struck = sys.argv[1]
