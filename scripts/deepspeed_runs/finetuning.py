@@ -114,17 +114,15 @@ class FinetuningRun:
 
     def totals(self) -> Totals:
         """Peaks and counters so far."""
-        managers = {experts.manager for experts in getattr(self.engine, "modules_in_pages", [])}
-        counters: dict[str, int] = {}
-        for manager in managers:
-            for name, value in manager.stats().items():
-                counters[name] = counters.get(name, 0) + value
+        from megascale_omni.experts.overview import counters
+
+        counts = counters([self.engine.module]) or {}
         return Totals(
             peak_rss_bytes=peak_resident_bytes(),
             expert_state_peak_bytes=self._expert_peak,
-            page_faults=counters.get("page_faults", 0),
-            bytes_read=counters.get("bytes_loaded", 0),
-            bytes_written=counters.get("bytes_written", 0),
+            page_faults=counts.get("page_faults", 0),
+            bytes_read=counts.get("bytes_loaded", 0),
+            bytes_written=counts.get("bytes_written", 0),
             peak_data_bytes=self._data_peak,
         )
 
