@@ -27,9 +27,9 @@ from megascale_omni.checkpoint.boxes import Box, boxes_of_range, whole
 from megascale_omni.checkpoint.dense import DenseIndex, TensorPiece, whole_piece
 from megascale_omni.checkpoint.pages import ExpertsPiece
 from megascale_omni.experts.shards import PageShards
+from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
 from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.experts import MegaScaleExperts
-from megatron_ext.optimizer import MegaScaleChainedOptimizer
 
 MODEL, OPTIMIZER, RNG, OBJECT = "model.", "optimizer.", "rng.", "object."
 EXPERT_TRACKER = "expert-parallel-rng"

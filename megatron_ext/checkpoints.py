@@ -18,6 +18,7 @@ from megascale_omni.checkpoint.journal import Journal
 from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
+from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
 from megatron_ext.checkpoint_state import (
     OBJECT,
     OPTIMIZER,
@@ -37,7 +38,6 @@ from megatron_ext.checkpoint_state import (
     state_names,
 )
 from megatron_ext.distributed import MegaScaleDDP
-from megatron_ext.optimizer import MegaScaleChainedOptimizer
 
 logger = logging.getLogger(__name__)
 
