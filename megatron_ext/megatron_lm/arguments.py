@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from megatron_ext import support
-from megatron_ext.arguments import add_megascale_args, config_from_args
+from megatron_ext.arguments import add_megascale_args, check_supported, config_from_args
 from megatron_ext.checkpoint_folders import check_load
 from megatron_ext.megatron_lm.hooks import MisuseError, users_mistakes, wrap
 
 PREFIX = "--megascale"
+LIKENESS = 0.85
+"""Of a flag's first letters to ours, from which on it is taken for one of ours; stock's nearest, `--mscale`: 0.84."""
 
 
 def known_flags() -> tuple[str, ...]:
@@ -26,7 +28,7 @@ def known_flags() -> tuple[str, ...]:
 
 
 def check_spelling(argv: Sequence[str]) -> None:
-    """Refuses a flag that begins as ours do and is none, with the one that was probably meant.
+    """Refuses a flag that begins much as ours do and is none, with the one that was probably meant.
 
     Raises:
         MisuseError: names the flag.
@@ -34,12 +36,18 @@ def check_spelling(argv: Sequence[str]) -> None:
     known = known_flags()
     for word in argv:
         flag = word.partition("=")[0]
-        near = flag.startswith((PREFIX, "--mega-scale", "--megascal"))
-        if not near or flag in known:
+        if flag in known or not _means_us(flag):
             continue
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
         meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
         raise MisuseError(f"{flag} is no flag of MegaScale{meant}")
+
+
+def _means_us(flag: str) -> bool:
+    if flag.startswith(PREFIX):
+        return True
+    head = flag[: len(PREFIX)]
+    return flag.startswith("--") and difflib.SequenceMatcher(None, head, PREFIX).ratio() >= LIKENESS
 
 
 def wants(argv: Sequence[str]) -> bool:
@@ -79,8 +87,7 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
     result = original(args, *rest, **kwargs)
     if config is not None:
         with users_mistakes():
-            support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
-            support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
+            check_supported(args, config)
             if getattr(args, "load", None):
                 check_load(args.load, step=getattr(args, "ckpt_step", None))
     return result
@@ -90,3 +97,4 @@ def _check_experts(args: argparse.Namespace, *, needs_experts: bool) -> None:
     """Before stock's own checks, which speak of other things first."""
     if needs_experts and not getattr(args, "num_experts", None):
         raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")
+    support.check_shared_out(args)

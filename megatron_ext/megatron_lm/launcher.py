@@ -19,9 +19,9 @@ USAGE = "usage: torchrun --nproc_per_node N -m megatron_ext MEGATRON_LM/pretrain
 def main(argv: Sequence[str], namespace: dict[str, object]) -> int:
     """Runs ``argv[0]`` in ``namespace`` (that of ``__main__``) as Python would; returns the exit status.
 
-    A mistake on the command line is told once and ends every rank with status 2. Any other error is told by the rank
-    that it struck, and ends its process at once with status 1: a normal exit would wait for messages that other ranks
-    no longer send.
+    A mistake on the command line is told once (see :func:`_speaks`) and ends every rank with status 2. Any other error
+    is told by the rank that it struck, and ends its process at once with status 1: a normal exit would wait for
+    messages that other ranks no longer send.
     """
     try:
         script = check_script(argv)
@@ -30,8 +30,10 @@ def main(argv: Sequence[str], namespace: dict[str, object]) -> int:
         exec(code, namespace)
         _check_used(argv)
     except MisuseError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_ext: error: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if _speaks(rank):
+            where = "" if rank == "0" else f" (on rank {rank})"
+            print(f"megatron_ext: error: {error}{where}", file=sys.stderr, flush=True)
         _leave(MISUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -107,6 +109,22 @@ def _check_used(argv: Sequence[str]) -> None:
 
     if wants(argv) and current() is None:
         raise MisuseError("--megascale had no effect: the script built no model through megatron.training")
+
+
+def _speaks(rank: str) -> bool:
+    """Whether this rank tells a mistake.
+
+    Before the ranks have met, the first of every node: what the others of its node see, it sees. Afterwards, the first
+    that comes to it: a mistake may be one of the last pipeline stage only.
+    """
+    from torch import distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return os.environ.get("LOCAL_RANK", rank) == "0"
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add("megascale/mistakes", 1) == 1)
+    except RuntimeError:  # the rank that kept the store is gone
+        return True
 
 
 def _without_launcher(error: BaseException) -> BaseException:

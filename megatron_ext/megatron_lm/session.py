@@ -14,7 +14,7 @@ from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.overview import managers, paged_experts
 from megatron_ext import patches
 from megatron_ext.arguments import config_from_args, enable_from_args
-from megatron_ext.megatron_lm.hooks import argument, wrap
+from megatron_ext.megatron_lm.hooks import argument, mistakes_we_find, wrap
 
 if TYPE_CHECKING:
     from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
@@ -97,10 +97,11 @@ def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # 
     config = config_from_args(options)
     if config is None:
         return original(*args, **kwargs)
-    enable_from_args(options)
-    session = Session(config, waits_for_saves=not getattr(options, "async_save", False))
-    _sessions.append(session)
-    result = original(*args, **kwargs)
+    with mistakes_we_find():
+        enable_from_args(options)
+        session = Session(config, waits_for_saves=not getattr(options, "async_save", False))
+        _sessions.append(session)
+        result = original(*args, **kwargs)
     session.model = result[0]
     return result
 
