@@ -59,9 +59,12 @@ def test_the_first_line_of_a_script_is_as_good_and_the_model_is_built_with_megas
     assert "at the end False" in output, "what was changed is undone when training is over"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_mistake_is_told_once_and_ends_every_rank(tmp_path: Path, rank: int) -> None:
-    status, output = launch(write_checkout(tmp_path), "--megascale", rank=rank)
+@pytest.mark.parametrize(("rank", "module"), [(0, True), (1, True), (0, False)])
+def test_a_mistake_is_told_once_and_ends_every_rank(tmp_path: Path, rank: int, module: bool) -> None:
+    script = write_checkout(tmp_path)
+    if not module:
+        script.write_text("import megatron_ext\n" + script.read_text())
+    status, output = launch(script, "--megascale", rank=rank, module=module)
     assert status == 2, output
     said = "megatron_ext: error: --megascale needs a mixture-of-experts model: give --num-experts, or leave"
     assert output.startswith(said) if rank == 0 else output == "", "the other ranks leave the word to the first"
@@ -108,6 +111,18 @@ def test_any_other_error_has_a_traceback_that_begins_in_the_script(tmp_path: Pat
     assert status == 1
     assert "KeyError: 'of the script'" in output
     assert "launcher.py" not in output
+
+
+def test_an_error_after_ranks_have_met_does_not_wait_for_them(tmp_path: Path) -> None:
+    lines = (
+        "import megatron_ext, atexit, megatron.training, torch.distributed as dist",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "atexit.register(print, 'a normal exit')",
+        "raise KeyError('of the script')",
+    )
+    status, output = launch(write_checkout(tmp_path, pretrain_toy="\n".join(lines)), module=False)
+    assert status == 1
+    assert output.endswith("KeyError: 'of the script'\n"), output
 
 
 def test_a_script_that_builds_no_model_is_not_called_a_success(tmp_path: Path) -> None:
