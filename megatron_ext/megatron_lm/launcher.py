@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
 import sys
 import traceback
@@ -163,6 +164,8 @@ def _without_launcher(error: BaseException) -> BaseException:
 
 
 def _leave(status: int) -> NoReturn:
+    for child in multiprocessing.active_children():  # stock's writers of checkpoints: a normal exit would end them
+        child.terminate()
     sys.stdout.flush()
     if sys.__stderr__ is not None:
         sys.__stderr__.flush()
