@@ -24,7 +24,7 @@ from deepspeed_ext.native import common_ranks, moe_layers, page_native_experts
 from deepspeed_ext.norms import SharedNorm
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
 from deepspeed_ext.run import Run, run_for
-from deepspeed_ext.stepping import ExpertsStep
+from deepspeed_ext.stepping import ExpertsStep, drops_gradients
 from megascale_omni.clipping import ClipReport
 from megascale_omni.experts.overview import announce
 from megascale_omni.schedule import Phase
@@ -109,8 +109,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             model=self.module,
             backwards=self._backwards_of_a_step,
         )
-        if not self.zero_optimization():  # ZeRO's own keeps what was reduced already
-            self._let_zero_grad_drop_pages()
+        self._let_zero_grad_drop_pages()
 
     def _backwards_of_a_step(self) -> int | None:
         """Of a module: one for each forward of the step, known in its last micro-batch.
@@ -126,10 +125,17 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
 
         def zero_grad(_: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - stock's signature
             stock_zero_grad(*args, **kwargs)
-            if self.experts_step is not None and not self._in_step:
-                self.experts_step.gradients.drop()
+            self._drop_pages_as_stock(of_optimizer=True)
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)
+
+    def _drop_pages_as_stock(self, *, of_optimizer: bool) -> None:
+        """Gradient pages become absent where the caller's ``zero_grad`` has dropped stock's gradients."""
+        if self.experts_step is None or self._in_step:
+            return
+        boundary = bool(self.is_gradient_accumulation_boundary())
+        if drops_gradients(int(self.zero_optimization_stage()), of_optimizer=of_optimizer, boundary=boundary):
+            self.experts_step.gradients.drop()
 
     def clip_fp32_gradients(self) -> None:
         """As stock, over both parts (a plain torch optimizer, ZeRO 0)."""
@@ -174,10 +180,9 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.monitor.write_events(monitor_events(self.clip_report, self.global_samples))
 
     def zero_grad(self) -> None:
-        """As stock; gradient pages become absent."""
+        """As stock; gradient pages become absent where stock's gradients do."""
         super().zero_grad()
-        if self.experts_step is not None and not self._in_step:
-            self.experts_step.gradients.drop()
+        self._drop_pages_as_stock(of_optimizer=False)
 
     # -- schedule
     # -------------------------------------------------------------------------------------------------------

@@ -149,6 +149,17 @@ class ExpertsStep:
         self.adam.step(clip_coefficient=self.norm.coefficient())
 
 
+def drops_gradients(stage: int, *, of_optimizer: bool, boundary: bool) -> bool:
+    """Whether a ``zero_grad`` between backward and step drops DeepSpeed's gradients, and so those of experts.
+
+    ``of_optimizer``: the optimizer's, else the engine's. ``boundary``: the micro-batch is the last of its step. ZeRO 2
+    keeps what it has reduced until then; ZeRO 3's partitions know of its optimizer's ``zero_grad`` only.
+    """
+    if stage == 3:
+        return of_optimizer
+    return stage < 2 or boundary
+
+
 def counted_once(run: Run) -> PageShards:
     """Every page on one of the ranks that have it."""
     data = run.ranks.data
