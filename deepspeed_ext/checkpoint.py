@@ -20,10 +20,12 @@ from deepspeed_ext.experts import DeepSpeedExperts
 from deepspeed_ext.run import Run
 from deepspeed_ext.stepping import ExpertsStep, counted_once
 from megascale_omni.checkpoint.pages_file import (
+    BUILDING,
     FOLDER,
     ModuleRecord,
     PagesReader,
     PagesWriter,
+    has_pages,
     page_name,
     recut,
     write_manifest,
@@ -51,18 +53,28 @@ def record_of(experts: DeepSpeedExperts) -> ModuleRecord:
 
 @torch.no_grad()
 def save(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsStep | None) -> None:
-    """Writes all pages below ``folder`` (that of the tag). A collective of all ranks.
+    """Writes all pages below ``folder`` (that of the tag), for :func:`publish` to name. A collective of all ranks.
+
+    From when it returns until then the checkpoint is refused, whatever was there before: see [Note: two saves of one
+    tag].
 
     Raises:
-        RuntimeError: on every rank, where one could not write.
+        RuntimeError: on every rank, where one could not write; what was there before is still there.
     """
-    target, building = folder / FOLDER, folder / f"{FOLDER}.new"
+    building = folder / BUILDING
     problem = attempt(partial(_make_empty, building)) if dist.get_rank() == 0 else None
     all_or_none(problem, f"saving {building}")
     all_or_none(attempt(partial(_write_pages, building, run, modules, step)), f"saving {building}")
     if dist.get_rank() == 0:
-        problem = attempt(partial(_finish, building, target, modules, step))
-    all_or_none(problem, f"saving {target}")
+        problem = attempt(partial(_finish, building, folder / FOLDER, modules, step))
+    all_or_none(problem, f"saving {building}")
+
+
+def publish(folder: Path) -> None:
+    """Names what :func:`save` has written, when every rank's other files are there too. A collective of all ranks."""
+    all_or_none(None, f"saving {folder}")
+    problem = attempt(partial((folder / BUILDING).rename, folder / FOLDER)) if dist.get_rank() == 0 else None
+    all_or_none(problem, f"saving {folder}")
 
 
 def _make_empty(folder: Path) -> None:
@@ -97,7 +109,6 @@ def _finish(building: Path, target: Path, modules: list[DeepSpeedExperts], step:
     )
     if target.exists():
         shutil.rmtree(target)
-    building.rename(target)
 
 
 @torch.no_grad()
@@ -198,19 +209,14 @@ def tag_of(folder: Path, tag: str | None) -> str | None:
     return latest.read_text().strip() if latest.is_file() else None
 
 
-def has_pages(folder: Path) -> bool:
-    """Whether a checkpoint (the folder of its tag) was saved with experts in pages."""
-    return (folder / FOLDER / "manifest.json").is_file()
-
-
 def check(folder: Path, *, paged: bool, stage: int, module_only: bool) -> None:
     """Refuses what ``load_checkpoint`` could not load: ``folder`` is that of a tag, ``stage`` the engine's ZeRO stage.
 
     An engine without ZeRO whose optimizer is partitioned nevertheless counts as stage 1.
 
     Raises:
-        ValueError: no such folder, one without (whole) pages for a model with experts in pages, or of a ZeRO stage
-        whose files are others.
+        ValueError: no such folder, one without (whole) pages for a model with experts in pages, of an interrupted save,
+        or of a ZeRO stage whose files are others.
     """
     if not folder.is_dir():
         found = sorted(path.name for path in folder.parent.glob("*/") if any(path.glob("*_states.pt")))

@@ -25,6 +25,7 @@ from deepspeed_ext.norms import SharedNorm
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
 from deepspeed_ext.run import Run, run_for
 from deepspeed_ext.stepping import ExpertsStep, drops_gradients
+from megascale_omni.checkpoint.pages_file import has_pages
 from megascale_omni.clipping import ClipReport
 from megascale_omni.experts.overview import announce
 from megascale_omni.schedule import Phase
@@ -62,6 +63,8 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.experts_step: ExpertsStep | None = None
         self._places, optimizer, model_parameters = _remapped(moved, optimizer, model_parameters)
         self._in_step = False
+        self._unpublished: Path | None = None
+        """A checkpoint (the folder of its tag) whose pages have no name yet."""
         self._forwards = 0
         """In training, since the last step: several may be in one loss."""
         moved.gone.clear()
@@ -201,6 +204,20 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
     # -- checkpoints
     # ----------------------------------------------------------------------------------------------------
 
+    def _configure_checkpointing(self) -> None:
+        """As stock; pages get their name when everything of a checkpoint is written, before ``latest`` tells of it."""
+        super()._configure_checkpointing()
+        commit = self.checkpoint_engine.commit
+
+        def committed(info: Any) -> Any:  # noqa: ANN401 - stock's own
+            result = commit(info)
+            if self._unpublished is not None:
+                checkpoint.publish(self._unpublished)
+                self._unpublished = None
+            return result
+
+        self.checkpoint_engine.commit = committed
+
     def save_checkpoint(
         self,
         save_dir: str,
@@ -214,8 +231,15 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         checkpoint.save(Path(save_dir) / tag, self.run, self.modules_in_pages, self.experts_step)
-        with checkpoint.hidden(self.run):  # stock's `latest` is written when everything else is there
-            saved: bool = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        self._unpublished = Path(save_dir) / tag
+        try:
+            with checkpoint.hidden(self.run):
+                saved: bool = super().save_checkpoint(
+                    save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+                )
+        except BaseException:
+            self._unpublished = None
+            raise
         return saved
 
     def load_checkpoint(
@@ -251,7 +275,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
                 load_module_only,
                 custom_load_fn,
             )
-        if path is not None and folder is not None and checkpoint.has_pages(folder):
+        if path is not None and folder is not None and has_pages(folder):
             states = load_optimizer_states and not load_module_only
             checkpoint.load(folder, self.modules_in_pages, self.experts_step, optimizer_states=states)
             if not load_module_only:
