@@ -1,5 +1,6 @@
 """What the ranks of these tests do, as functions of a job (see tests/distributed/pool.py)."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,23 @@ def fp32_script(rank: int, world: int, *, arguments: list[str]) -> None:
         from deepspeed_ext.fp32 import main
 
         main(arguments)
+
+
+def lose_a_rank(rank: int, world: int, *, case: Case, dead: int, exchanges: int) -> None:
+    """A step in which rank ``dead`` ends instead of making one more exchange of tokens."""
+    from megascale_omni.groups import channel
+    from megascale_omni.groups.channel import Channel
+
+    with fresh_deepspeed():
+        side, made, exchange = side_of(case), 0, Channel.exchange
+
+        def counted(self: Channel, *args: Any) -> torch.Tensor:
+            nonlocal made
+            if rank == dead and made == exchanges:
+                os._exit(7)
+            made += 1
+            return exchange(self, *args)
+
+        channel._ANSWER_SECONDS = 0.3  # this process ends with the test
+        Channel.exchange = counted  # type: ignore[method-assign,assignment]
+        steps(side, rank, world, range(1))
