@@ -6,6 +6,7 @@ written by one of the ranks that have it.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,7 +74,7 @@ def save(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsS
 def publish(folder: Path) -> None:
     """Names what :func:`save` has written, when every rank's other files are there too. A collective of all ranks."""
     all_or_none(None, f"saving {folder}")
-    problem = attempt(partial((folder / BUILDING).rename, folder / FOLDER)) if dist.get_rank() == 0 else None
+    problem = attempt(partial(os.rename, folder / BUILDING, folder / FOLDER)) if dist.get_rank() == 0 else None
     all_or_none(problem, f"saving {folder}")
 
 

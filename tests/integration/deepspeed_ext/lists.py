@@ -87,7 +87,7 @@ def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
 
 
 def refusals(rank: int, world: int, *, ways: list[str]) -> list[str]:
-    """What is said about things that the section cannot serve."""
+    """What is said about things that the section cannot serve; model and optimizer are then as they were."""
     found = []
     for way in ways:
         try:
@@ -143,7 +143,21 @@ def _initialise(way: str) -> None:
             config["megascale"]["expert_parallel_size"] = 3
         elif way == "budget":
             config["megascale"] |= {"device_budget": "64KiB", "disk_path": "."}
-        deepspeed.initialize(model=model, config=config, **given)
+        elif way == "clip":
+            config["megascale"]["clip"] = {"mode": "cmsa", "mpus": "no/such/file.json"}
+        elif way == "clip_base":
+            config["megascale"]["clip"] = {"mode": "cmsa"}
+            config["gradient_clipping"] = 0.0
+        before = copy.deepcopy(model.state_dict())
+        groups = [list(group["params"]) for group in given["optimizer"].param_groups] if "optimizer" in given else []
+        try:
+            deepspeed.initialize(model=model, config=config, **given)
+        finally:
+            after = model.state_dict()
+            assert before.keys() == after.keys()
+            assert all(value.equal(after[name]) for name, value in before.items())
+            for group, held in zip(given["optimizer"].param_groups if groups else [], groups, strict=True):
+                assert all(a is b for a, b in zip(group["params"], held, strict=True))
 
 
 def frozen(rank: int, world: int) -> dict[str, bool]:

@@ -29,6 +29,8 @@ REFUSED = {
     "bf16_model": 'add "bf16"',
     "ranks": "expert_parallel_size=3 does not divide",
     "budget": '"device_budget": [0-9]+ or more',
+    "clip": "no/such/file.json",
+    "clip_base": "CMSA needs a clipping norm above 0",
 }
 
 
