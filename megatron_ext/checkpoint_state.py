@@ -24,9 +24,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megascale_omni.checkpoint import rng
 from megascale_omni.checkpoint.boxes import Box, boxes_of_range, whole
+from megascale_omni.checkpoint.configuration import plain
 from megascale_omni.checkpoint.dense import DenseIndex, TensorPiece, whole_piece
 from megascale_omni.checkpoint.pages import ExpertsPiece
 from megascale_omni.experts.shards import PageShards
+from megatron_ext import patches
 from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
 from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.experts import MegaScaleExperts
@@ -308,6 +310,16 @@ def layout() -> dict[str, int]:
         "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def configuration(chunks: Sequence[MegaScaleDDP], optimizer: MegaScaleChainedOptimizer) -> dict[str, Any]:
+    """What the run was configured with: the plug-in, stock's model, its data parallelism, its optimizer."""
+    return {
+        "megascale": plain(patches.active_runtime().config),
+        "model": plain(innermost(chunks[0]).config),
+        "data_parallel": plain(chunks[0].ddp_config),
+        "optimizer": plain(optimizer.config),
     }
 
 

@@ -6,7 +6,10 @@ A rank's experts are numbered from 0 on every rank; a checkpoint numbers them ov
 
 [Note: what is not stored]
 Moments that were never made are zeros. A master that equals its weights, which a page without a gradient has, is
-made from them. In an increment, what has not changed since the last checkpoint is a reference to where it is.
+made from them. In an increment, what has not changed since the last checkpoint is a reference to where it is; the
+last checkpoint may be the one that the run began with, so that what equals the state it was initialised from is not
+stored again. What no checkpoint of the folder has is always stored, initial weights too: nothing that a model was made
+by makes the same bits again everywhere (see ARCHITECTURE.md).
 Steps that a page has missed are not applied: it is stored as it is, with the number of the last step it has seen, and
 the history of what the steps were.
 """

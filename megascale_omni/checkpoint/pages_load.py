@@ -230,7 +230,11 @@ def _load_page(index: PagesIndex, piece: ExpertsPiece, name: PageName, *, with_s
         if plane is Plane.MASTER and plane in experts.pages.dtypes and tensor is None:
             tensor = state[Plane.WEIGHT].float()
         _put(experts, plane, name, tensor)
-    experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = last
+    table = experts.manager.table
+    table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = last
+    for plane in STATE_PLANES if not caught_up else ():  # it is, to the bit, what the checkpoint has
+        if plane is Plane.WEIGHT or with_state:
+            table.changed[experts.page_ids(plane, [name])] = False
 
 
 def _put(experts: PagedExperts, plane: Plane, name: PageName, tensor: torch.Tensor | None) -> None:
