@@ -66,12 +66,11 @@ def test_a_limit_of_the_process_is_its_memory():
     """Of this very process: what it takes is what its limit does not leave any more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     used = memory._table("/proc/self/status", ("VmData",))["VmData"]
-    probe = HostMemory()
     resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * MIB, hard))
     try:
-        before = probe()
+        (before,) = memory._of_limits()
         held = mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        after = probe()
+        (after,) = memory._of_limits()
         held.close()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
