@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
+import triton.language as tl
 
 from megascale_omni.kernels.interpreter import is_interpreted
+
+GROUP = 8
+"""Rows of tiles that are worked on together, see :func:`tile_of`."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,20 @@ class TileConfig:
     def launch(self) -> dict[str, int]:
         """Triton's launch options."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+@triton.jit
+def tile_of(program, rows, columns, GROUP: tl.constexpr):
+    """(row, column) of a program in a grid of tiles: GROUP rows at a time, column after column of these.
+
+    Programs that run at the same time share what they read, so that it comes from the cache: with all rows first, a
+    product of many tokens would read all of them from memory once a column. Which program computes a tile changes no
+    sum.
+    """
+    first = program // (GROUP * columns) * GROUP
+    size = tl.minimum(rows - first, GROUP)
+    within = program % (GROUP * columns)
+    return first + within % size, within // size
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Shape suffixes: T tokens, N rows (one for each token and expert that it is route
 which token a row is of; rows are sorted by expert and, of one expert, by token.
 
 [Note: rows are scratch]
-Rows are many times as many as tokens. Here they live in the workspace, while a module is computed: autograd neither
+Rows are many times as many as tokens. Kernels read tokens by index, and have no rows but those of their results. Others
+are given rows: they live in the workspace, while a module is computed: autograd neither
 keeps nor differentiates them, the backward gathers them again, and no memory is mapped anew for them at each call.
 """
 
@@ -31,13 +32,12 @@ def room_for_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Worksp
     return work.take(name, (index_N.shape[0], x_Th.shape[1]), x_Th.dtype)
 
 
-def sum_rows(rows_Nh: torch.Tensor, index_N: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """The sum ``[T, h]`` of each token's rows, in ascending order of experts; the rows themselves without an index.
+def sum_rows(rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The sum ``[T, h]`` of each token's rows, in ascending order of experts.
 
-    The operators are those of stock's ``unpermute``, so that a sum is rounded where stock rounds it (in bf16 once).
+    The operators are those of stock's ``unpermute``, so that a sum is rounded where stock rounds it (in bf16 once), and
+    has an order on an accelerator only where deterministic algorithms are asked for, as there.
     """
-    if index_N is None:
-        return rows_Nh
     sums_Th = rows_Nh.new_zeros(num_tokens, rows_Nh.shape[1])
     if torch.are_deterministic_algorithms_enabled():
         return sums_Th.index_add_(0, index_N, rows_Nh)

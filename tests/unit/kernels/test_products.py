@@ -167,7 +167,7 @@ def launches(**changes):
 TAKES = {
     "fc1": ("x", "index", "probs", "pre", "activated"),
     "slice_sum": ("left", "out", "carried_in", "carried_out"),
-    "activation_backward": ("grad_y", "probs", "pre", "activated", "grad_pre", "partials"),
+    "activation_backward": ("grad_y", "index", "probs", "pre", "activated", "grad_pre", "partials"),
     "weight_gradient": ("wide", "right", "index"),
     "probs_gradient": ("partials", "grad_probs"),
 }
@@ -196,7 +196,7 @@ def test_every_tensor_that_does_not_fit_is_refused_by_its_name(launcher, tensor)
     }
     if tensor == "carried_in" or tensor == "carried_out":  # nothing is cut here: any number of rows will do
         del wrong["end"]
-    if tensor in ("x", "right"):
+    if tensor in ("x", "right", "grad_y"):
         launch = launches(**{tensor: good[:-1], "index": None})[launcher]
         with pytest.raises(ValueError, match=rf"^{name}: 20 rows, the wave needs 21"):
             launch()
@@ -271,6 +271,6 @@ def test_what_does_not_fit_is_refused_by_name():
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"partials: shape \(1, 21\), must be \(2, 21\)"):
         launch_activation_backward(
-            grad_y=x, probs=torch.rand(21), pre=torch.randn(1008), activated=None, grad_pre=torch.empty(1008),
+            grad_y=x, index=None, probs=torch.rand(21), pre=torch.randn(1008), activated=None, grad_pre=torch.empty(1008),
             partials=torch.empty(1, 21), wave=wave, shape=SHAPE, tile=INTERPRETED.activation_backward,
         )  # fmt: skip
