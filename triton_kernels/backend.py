@@ -267,7 +267,7 @@ class TritonBackward:
                 wave=tables,
                 shape=call.shape,
                 matrix=matrix,
-                tile=call.tiles.weight_gradient,
+                tile=call.tiles.weight_gradient if call.index is None else call.tiles.weight_gradient_by_index,
                 rounded=call.context.rounds_gradients,
                 debug=call.debug,
             )

@@ -9,6 +9,7 @@ import triton.language as tl
 from megascale_omni.kernels.activations import act, act_backward, gated, gated_backward, rounded
 from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of, source_of
+from megascale_omni.kernels.segments import pointer_to
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
@@ -67,7 +68,7 @@ def paged_activation_backward(
     WIDE: tl.constexpr = 2 if GATED else 1
     address = tl.load(row)
     tl.device_assert(address != 0, "a page that is not resident is read")
-    page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+    page = pointer_to(address, DTYPE, True)
     token = tl.load(row + 1) + m0
     rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     in_m, in_n = rm < tl.load(row + 2).to(tl.int32) - m0, rn < neurons - n0

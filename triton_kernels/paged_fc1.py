@@ -11,6 +11,7 @@ import triton.language as tl
 from megascale_omni.experts.activation import Activation
 from megascale_omni.kernels.activations import act, gated, rounded
 from megascale_omni.kernels.checks import require, require_offsets
+from megascale_omni.kernels.segments import pointer_to
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
@@ -93,7 +94,7 @@ def paged_fc1(
     DTYPE: tl.constexpr = x.dtype.element_ty
     address = tl.load(row)
     tl.device_assert(address != 0, "a page that is not resident is read")
-    page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+    page = pointer_to(address, DTYPE, True)
     rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     in_m, in_n = rm < tl.load(row + 2).to(tl.int32) - m0, rn < neurons - n0
     token = tl.load(row + 1) + m0

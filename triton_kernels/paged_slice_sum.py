@@ -10,6 +10,7 @@ import triton.language as tl
 
 from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of
+from megascale_omni.kernels.segments import pointer_to
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import CHAIN_COLUMNS, ITEM_COLUMNS, WaveTables
 
@@ -66,7 +67,7 @@ def paged_slice_sum(
         row = items + number * COLUMNS
         address = tl.load(row)
         tl.device_assert(address != 0, "a page that is not resident is read")
-        page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+        page = pointer_to(address, DTYPE, True)
         neurons = neurons_of(row, DIVISIBLE)
         width = WIDE * neurons
         a_from = left + WIDE * (block_of(row, 5, DIVISIBLE) + m0.to(tl.int64) * neurons)

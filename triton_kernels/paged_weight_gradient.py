@@ -9,6 +9,7 @@ import triton.language as tl
 from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of, source_of
 from megascale_omni.kernels.paged_slice_sum import Matrix
+from megascale_omni.kernels.segments import pointer_to
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
@@ -62,7 +63,7 @@ def paged_weight_gradient(
     fresh = flagged % 16
     address = flagged - fresh
     tl.device_assert(address != 0, "a gradient page that is not resident is written")
-    page = tl.multiple_of(address, 16).to(tl.pointer_type(GRADIENT))
+    page = pointer_to(address, GRADIENT, True)
     rows = tl.load(row + 2).to(tl.int32)
     n0 = n_tile * BN
     rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)

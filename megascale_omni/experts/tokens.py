@@ -15,6 +15,40 @@ import torch
 
 from megascale_omni.experts.workspace import Workspace
 
+_STATIC = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
+"""Whether torch finds a known number of places on an accelerator without telling the host how many there are."""
+
+
+class ComingCounts:
+    """Numbers of tokens on their way from an accelerator to the host, which waits for them once.
+
+    Which pages are needed, and how many rows there are, the host has to know; nothing else of a layer makes it wait.
+    """
+
+    def __init__(self, counts_E: torch.Tensor) -> None:
+        self._counts_E, self._event = counts_E, None
+        if counts_E.is_cuda:
+            self._counts_E = torch.empty(counts_E.shape, dtype=counts_E.dtype, pin_memory=True)
+            self._counts_E.copy_(counts_E, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(counts_E.device))
+
+    def wait(self) -> list[int]:
+        """The numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._counts_E.tolist()
+        return found
+
+
+def rows_of_map(map_ET: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(expert ``[N]``, token ``[N]``) of each row of a routing map with ``num_rows`` places, ordered by both."""
+    if map_ET.is_cuda and not _STATIC:
+        expert_N, token_N = map_ET.nonzero(as_tuple=True)
+    else:
+        expert_N, token_N = torch.nonzero_static(map_ET, size=num_rows).unbind(1)
+    return expert_N, token_N.contiguous()
+
 
 def gather_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Workspace, name: str) -> torch.Tensor:
     """The rows ``[N, h]`` of tokens, in the workspace under ``name``; ``x`` itself where it has the rows already."""

@@ -39,8 +39,8 @@ Arguments = dict[str, object]
 class Spec:
     """A kernel with its arguments (types, or values of constants) and launch options, for one target.
 
-    ``products``: whether it must use the target's matrix instructions. ``exact``: whether its PTX must keep subnormal
-    numbers and IEEE division.
+    ``products``: whether it must use the target's matrix instructions, with operands copied ahead. ``exact``: whether
+    its PTX must keep subnormal numbers and IEEE division. ``wide``: whether it must move 16 bytes at a time.
     """
 
     kernel: Callable[..., object]
@@ -50,6 +50,7 @@ class Spec:
     options: dict[str, object] = field(default_factory=dict)
     products: bool = False
     exact: bool = False
+    wide: bool = True
 
 
 def _tile(tile: TileConfig) -> Arguments:
@@ -85,6 +86,7 @@ def _products(target: str) -> Iterator[Spec]:
                 | _tile(tiles.fc1),
                 dict(tiles.fc1.launch),
                 products=name == "bf16",
+                wide=divisible,
             )
             yield Spec(
                 paged_activation_backward.paged_activation_backward,
@@ -106,6 +108,7 @@ def _products(target: str) -> Iterator[Spec]:
                 | _tile(tiles.activation_backward),
                 dict(tiles.activation_backward.launch),
                 products=name == "bf16",
+                wide=divisible,
             )
         yield from _sums(target, name, common)
     yield from _gathered(target)
@@ -178,8 +181,8 @@ def _gathered(target: str) -> Iterator[Spec]:
             data
             | {"left": "*bf16:16", "right": "*bf16:16", "num_items": "i32", "GRADIENT": tl.float32, "ROUNDED": True}
             | {"WIDE": wide, "SKIP": skip}
-            | _tile(tiles.weight_gradient),
-            dict(tiles.weight_gradient.launch),
+            | _tile(tiles.weight_gradient_by_index),
+            dict(tiles.weight_gradient_by_index.launch),
             products=True,
         )
 
@@ -191,6 +194,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
         target,
         {"partials": "*fp32:16", "out": "*fp32:16", "items": TABLE, "chains": TABLE, "tiles": TILES, "wave_rows": "i32"}
         | {"TILE": 64, "BM": 128},
+        wide=False,
     )
     for decoupled in (True, False):
         yield Spec(
@@ -217,7 +221,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
         page_checksum.page_checksum,
         "page_checksum",
         target,
-        {"pages": TABLE, "blocks": TABLE, "out": "*i64:16", "BLOCK": page_checksum.BLOCK},
+        {"pages": TABLE, "blocks": TABLE, "out": "*i64:16", "ALIGNED": True, "BLOCK": page_checksum.BLOCK},
     )
     yield Spec(
         gradient_statistics.gradient_statistics,
@@ -232,6 +236,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
         "add_statistics",
         target,
         {"partials": "*fp64:16", "bounds": "*i64:16", "out": "*fp64:16", "BLOCK": 256},
+        wide=False,
     )
     yield Spec(
         scaled_clip.scaled_clip,
