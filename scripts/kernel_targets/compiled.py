@@ -74,7 +74,8 @@ def compile_spec(spec: Spec) -> Compiled:
 
 def operands_waited_for(ttgir: str) -> int:
     """Tiles that a loop loads when it needs them, in Triton's intermediate code: none where they are copied ahead."""
-    waits, loops = 0, []
+    loops: list[int] = []
+    waits = 0
     for line in ttgir.splitlines():
         indent = len(line) - len(line.lstrip())
         while loops and indent <= loops[-1] and line.lstrip().startswith("}"):

@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ def wave_at(first: int, page: torch.Tensor, gradient: torch.Tensor) -> WaveTable
 
 def test_products_of_tokens_that_lie_far(monkeypatch):
     page, tokens, back = torch.randn(3 * NEURONS * HIDDEN), torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN)
-    probs, common, found = torch.rand(ROWS), {"shape": SHAPE, "tile": INTERPRETED.fc1}, []
-    carried = {"carried_in": torch.zeros(1, HIDDEN), "carried_out": torch.zeros(1, HIDDEN)}
+    probs, found = torch.rand(ROWS), []
+    common: dict[str, Any] = {"shape": SHAPE, "tile": INTERPRETED.fc1}
+    carried: dict[str, Any] = {"carried_in": torch.zeros(1, HIDDEN), "carried_out": torch.zeros(1, HIDDEN)}
     for first in (0, FAR):
         gradient, total = torch.zeros_like(page), first + ROWS
         x, gy, y = (mapped(total, HIDDEN) for _ in range(3))
