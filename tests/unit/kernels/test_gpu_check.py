@@ -26,7 +26,8 @@ else:
     if what == "measure.py":
         environment = {{"gpus": [{{"name": "A 1"}}], "packages": {{"torch": "9", "x": None}}, "date": "today"}}
         row = {{"id": "K5", "what": "w", "unit": "x", "at_least": 1.0, "met": False, "value": None, "error": "lost"}}
-        pathlib.Path(words[words.index("--json") + 1]).write_text(json.dumps({{"environment": environment, "rows": [row]}}))
+        found = {{"environment": environment, "rows": [row]}}
+        pathlib.Path(words[words.index("--json") + 1]).write_text(json.dumps(found))
     time.sleep(60 if plan[what] == "hangs" else 0)
     sys.exit(0 if plan[what] == "hangs" else plan[what])
 """
@@ -39,12 +40,10 @@ def check(tmp_path):
     stand_in.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path)))
     stand_in.chmod(0o755)
 
-    def run(
-        plan: dict[str, object], *words: str, accelerator: str = "A 1", missing: str = ""
-    ) -> tuple[int, str, list[str]]:
+    def run(plan, *words, accelerator="A 1", missing=""):
         for name, content in (("accelerator", accelerator), ("missing", missing), ("calls", "")):
             (tmp_path / name).write_text(content)
-        (tmp_path / "plan").write_text(json.dumps({"pytest": 0, "measure.py": 0} | plan))
+        (tmp_path / "plan").write_text(json.dumps(plan | {"measure.py": 0, "pytest": 0}))
         done = subprocess.run(
             ["bash", "scripts/gpu_check.sh", "--out", str(tmp_path / "out"), *words],
             cwd=ROOT, env=os.environ | {"PYTHON": str(stand_in)}, capture_output=True, text=True, timeout=60,
