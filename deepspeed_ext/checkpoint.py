@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from megascale_omni.checkpoint.pages_file import (
 )
 from megascale_omni.optimizer.paged_adam import MOMENTS, master_plane
 from megascale_omni.paging.planes import Plane
+from megascale_omni.ranks import all_or_none
 
 _PLANE_NAMES = {Plane.WEIGHT: "weight", Plane.MASTER: "master", Plane.MOMENT1: "exp_avg", Plane.MOMENT2: "exp_avg_sq"}
 
@@ -63,19 +64,22 @@ def save(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsS
         RuntimeError: on every rank, where one could not write; what was there before is still there.
     """
     building = folder / BUILDING
-    problem = attempt(partial(_make_empty, building)) if dist.get_rank() == 0 else None
-    all_or_none(problem, f"saving {building}")
-    all_or_none(attempt(partial(_write_pages, building, run, modules, step)), f"saving {building}")
-    if dist.get_rank() == 0:
-        problem = attempt(partial(_finish, building, folder / FOLDER, modules, step))
-    all_or_none(problem, f"saving {building}")
+    first = dist.get_rank() == 0
+    together = partial(all_or_none, kind=RuntimeError, doing=f"saving {folder / FOLDER}")
+    together(partial(_make_empty, building) if first else _nothing)
+    together(partial(_write_pages, building, run, modules, step))
+    together(partial(_finish, building, folder / FOLDER, modules, step) if first else _nothing)
 
 
 def publish(folder: Path) -> None:
     """Names what :func:`save` has written, when every rank's other files are there too. A collective of all ranks."""
-    all_or_none(None, f"saving {folder}")
-    problem = attempt(partial(os.rename, folder / BUILDING, folder / FOLDER)) if dist.get_rank() == 0 else None
-    all_or_none(problem, f"saving {folder}")
+    together = partial(all_or_none, kind=RuntimeError, doing=f"saving {folder}")
+    together(_nothing)  # a rank that has more to write is not here yet
+    together(partial(os.rename, folder / BUILDING, folder / FOLDER) if dist.get_rank() == 0 else _nothing)
+
+
+def _nothing() -> None:
+    """What the other ranks do meanwhile."""
 
 
 def _make_empty(folder: Path) -> None:
@@ -121,8 +125,7 @@ def load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None
     Raises:
         ValueError: on every rank, where the files are not whole or belong to another model.
     """
-    problem = attempt(partial(_load, folder, modules, step, optimizer_states))
-    all_or_none(problem, f"loading {folder / FOLDER}", kind=ValueError)
+    all_or_none(partial(_load, folder, modules, step, optimizer_states), doing=f"loading {folder / FOLDER}")
 
 
 def _load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None, optimizer_states: bool) -> None:
@@ -253,21 +256,3 @@ def hidden(run: Run) -> Iterator[None]:
         yield
     finally:
         run.hidden = False
-
-
-def attempt(what: Callable[[], None]) -> str | None:
-    """The error of a piece of work that only some ranks may fail in."""
-    try:
-        what()
-    except Exception as error:  # of whatever kind: the other ranks wait to be told
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def all_or_none(problem: str | None, doing: str, *, kind: type[Exception] = RuntimeError) -> None:
-    """Raises on every rank where one has a problem. A collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None]
-    if found:
-        raise kind(f"{doing}: {'; '.join(found)}")

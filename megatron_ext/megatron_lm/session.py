@@ -17,8 +17,8 @@ from megatron_ext.arguments import config_from_args, enable_from_args
 from megatron_ext.megatron_lm.hooks import argument, wrap
 
 if TYPE_CHECKING:
+    from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
     from megatron_ext.checkpoints import PagedCheckpoints
-    from megatron_ext.optimizer import MegaScaleChainedOptimizer
 
 
 @dataclass

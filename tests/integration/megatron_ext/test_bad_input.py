@@ -16,9 +16,9 @@ from tests.integration.megatron_ext.runs import EXPERT_PARALLEL, GATED, flags, l
 ROOT = Path(__file__).resolve().parents[3]
 
 MISTAKES: dict[str, str] = {
-    "--megascale-page-size huge": r"paging\.page_size_bytes='huge' is not a size",
-    "--megascale-page-size 1KiB": r"paging\.page_size_bytes=1KiB is outside 65536 \(64KiB\) to 67108864 \(64MiB\)",
-    "--megascale-page-size 1GiB": r"paging\.page_size_bytes=1GiB is outside",
+    "--megascale-page-size huge": r"--megascale-page-size='huge' is not a size",
+    "--megascale-page-size 1KiB": r"--megascale-page-size=1KiB is outside 65536 \(64KiB\) to 67108864 \(64MiB\)",
+    "--megascale-page-size 1GiB": r"--megascale-page-size=1GiB is outside",
     "--megascale-config /no/such/file.yaml": r"/no/such/file\.yaml cannot be read",
     "--megascale-pagesize 1MiB": r"unknown flag --megascale-pagesize; did you mean --megascale-page-size\?",
     "--megascale-trace /no/such/folder/t": r"observe\.trace=/no/such/folder/t cannot be written: there is no folder",

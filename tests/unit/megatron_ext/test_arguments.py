@@ -55,9 +55,9 @@ class TestConfigFromArgs:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--megascale-page-size", "big"], r"page_size_bytes='big' is not a size"),
-            (["--megascale-page-size", "1KiB"], r"page_size_bytes=1KiB is outside .*64KiB.*64MiB"),
-            (["--megascale-page-size", "1GiB"], r"page_size_bytes=1GiB is outside .*64KiB.*64MiB"),
+            (["--megascale-page-size", "big"], r"--megascale-page-size='big' is not a size"),
+            (["--megascale-page-size", "1KiB"], r"--megascale-page-size=1KiB is outside .*64KiB.*64MiB"),
+            (["--megascale-page-size", "1GiB"], r"--megascale-page-size=1GiB is outside .*64KiB.*64MiB"),
             (["--megascale-config", "/no/such/file.json"], r"/no/such/file\.json cannot be read"),
         ],
     )
