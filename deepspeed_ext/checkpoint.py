@@ -6,8 +6,9 @@ written by one of the ranks that have it.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,16 +21,19 @@ from deepspeed_ext.experts import DeepSpeedExperts
 from deepspeed_ext.run import Run
 from deepspeed_ext.stepping import ExpertsStep, counted_once
 from megascale_omni.checkpoint.pages_file import (
+    BUILDING,
     FOLDER,
     ModuleRecord,
     PagesReader,
     PagesWriter,
+    has_pages,
     page_name,
     recut,
     write_manifest,
 )
 from megascale_omni.optimizer.paged_adam import MOMENTS, master_plane
 from megascale_omni.paging.planes import Plane
+from megascale_omni.ranks import all_or_none
 
 _PLANE_NAMES = {Plane.WEIGHT: "weight", Plane.MASTER: "master", Plane.MOMENT1: "exp_avg", Plane.MOMENT2: "exp_avg_sq"}
 
@@ -51,18 +55,31 @@ def record_of(experts: DeepSpeedExperts) -> ModuleRecord:
 
 @torch.no_grad()
 def save(folder: Path, run: Run, modules: list[DeepSpeedExperts], step: ExpertsStep | None) -> None:
-    """Writes all pages below ``folder`` (that of the tag). A collective of all ranks.
+    """Writes all pages below ``folder`` (that of the tag), for :func:`publish` to name. A collective of all ranks.
+
+    From when it returns until then the checkpoint is refused, whatever was there before: see [Note: two saves of one
+    tag].
 
     Raises:
-        RuntimeError: on every rank, where one could not write.
+        RuntimeError: on every rank, where one could not write; what was there before is still there.
     """
-    target, building = folder / FOLDER, folder / f"{FOLDER}.new"
-    problem = attempt(partial(_make_empty, building)) if dist.get_rank() == 0 else None
-    all_or_none(problem, f"saving {building}")
-    all_or_none(attempt(partial(_write_pages, building, run, modules, step)), f"saving {building}")
-    if dist.get_rank() == 0:
-        problem = attempt(partial(_finish, building, target, modules, step))
-    all_or_none(problem, f"saving {target}")
+    building = folder / BUILDING
+    first = dist.get_rank() == 0
+    together = partial(all_or_none, kind=RuntimeError, doing=f"saving {folder / FOLDER}")
+    together(partial(_make_empty, building) if first else _nothing)
+    together(partial(_write_pages, building, run, modules, step))
+    together(partial(_finish, building, folder / FOLDER, modules, step) if first else _nothing)
+
+
+def publish(folder: Path) -> None:
+    """Names what :func:`save` has written, when every rank's other files are there too. A collective of all ranks."""
+    together = partial(all_or_none, kind=RuntimeError, doing=f"saving {folder}")
+    together(_nothing)  # a rank that has more to write is not here yet
+    together(partial(os.rename, folder / BUILDING, folder / FOLDER) if dist.get_rank() == 0 else _nothing)
+
+
+def _nothing() -> None:
+    """What the other ranks do meanwhile."""
 
 
 def _make_empty(folder: Path) -> None:
@@ -97,7 +114,6 @@ def _finish(building: Path, target: Path, modules: list[DeepSpeedExperts], step:
     )
     if target.exists():
         shutil.rmtree(target)
-    building.rename(target)
 
 
 @torch.no_grad()
@@ -109,8 +125,7 @@ def load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None
     Raises:
         ValueError: on every rank, where the files are not whole or belong to another model.
     """
-    problem = attempt(partial(_load, folder, modules, step, optimizer_states))
-    all_or_none(problem, f"loading {folder / FOLDER}", kind=ValueError)
+    all_or_none(partial(_load, folder, modules, step, optimizer_states), doing=f"loading {folder / FOLDER}")
 
 
 def _load(folder: Path, modules: list[DeepSpeedExperts], step: ExpertsStep | None, optimizer_states: bool) -> None:
@@ -198,19 +213,14 @@ def tag_of(folder: Path, tag: str | None) -> str | None:
     return latest.read_text().strip() if latest.is_file() else None
 
 
-def has_pages(folder: Path) -> bool:
-    """Whether a checkpoint (the folder of its tag) was saved with experts in pages."""
-    return (folder / FOLDER / "manifest.json").is_file()
-
-
 def check(folder: Path, *, paged: bool, stage: int, module_only: bool) -> None:
     """Refuses what ``load_checkpoint`` could not load: ``folder`` is that of a tag, ``stage`` the engine's ZeRO stage.
 
     An engine without ZeRO whose optimizer is partitioned nevertheless counts as stage 1.
 
     Raises:
-        ValueError: no such folder, one without (whole) pages for a model with experts in pages, or of a ZeRO stage
-        whose files are others.
+        ValueError: no such folder, one without (whole) pages for a model with experts in pages, of an interrupted save,
+        or of a ZeRO stage whose files are others.
     """
     if not folder.is_dir():
         found = sorted(path.name for path in folder.parent.glob("*/") if any(path.glob("*_states.pt")))
@@ -246,21 +256,3 @@ def hidden(run: Run) -> Iterator[None]:
         yield
     finally:
         run.hidden = False
-
-
-def attempt(what: Callable[[], None]) -> str | None:
-    """The error of a piece of work that only some ranks may fail in."""
-    try:
-        what()
-    except Exception as error:  # of whatever kind: the other ranks wait to be told
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def all_or_none(problem: str | None, doing: str, *, kind: type[Exception] = RuntimeError) -> None:
-    """Raises on every rank where one has a problem. A collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None]
-    if found:
-        raise kind(f"{doing}: {'; '.join(found)}")

@@ -225,6 +225,20 @@ def clipping_for(
     return SkippingClipping(max_norm=max_norm, optimizer=optimizer, model=model, gradients=gradients)
 
 
+def refuse_misfit(
+    config: ClipConfig, *, max_norm: float, names: Sequence[str], modules: Sequence[DeepSpeedExperts]
+) -> None:
+    """Refuses options that :class:`ModuleClipping` would refuse, before there is an optimizer. A collective.
+
+    ``names``: of parameters beside experts. Raises ValueError on every rank.
+    """
+    if config.is_cmsa:
+        tensors = {experts.path: _tensors(experts) for experts in modules}
+        mpus = agreed_mpus(config, [*names, *(name for of in tensors.values() for name in of)])
+        agreed_experts(mpus, tensors)
+        CMSAClipper(mpus, base=max_norm if config.base is None else config.base, config=config, speaks=False)
+
+
 def monitor_events(report: ClipReport, samples: int) -> list[tuple[str, float, int]]:
     """What DeepSpeed's monitor (TensorBoard and others) is told of a step: name, value, samples seen."""
     found = [] if report.alpha is None else [("Train/Clip/alpha", report.alpha, samples)]

@@ -1,14 +1,16 @@
 """Experts of a built model move into pages, one expert after the other.
 
-Peak memory is the model once and the pages of what has moved so far, less the layers that have moved as a whole: the
-weights once plus one layer. Every rank gets the first rank's weights, as ``deepspeed.initialize`` sees to for the rest.
+What is to move is planned first, so that everything that can be refused is refused while the model is as it was. Peak
+memory is the model once and the pages of what has moved so far, less the layers that have moved as a whole: the weights
+once plus one layer. Every rank gets the first rank's weights, as ``deepspeed.initialize`` sees to for the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,43 +64,56 @@ class Dtypes:
 
 
 @dataclass
-class Moved:
-    """What has moved: modules, and the parameters that are gone (without data), each with its module."""
+class Move:
+    """What moves into pages: modules, and their parameters, each with its module; :meth:`carry_out` moves it."""
 
     modules: list[DeepSpeedExperts] = field(default_factory=list)
     owner: dict[int, tuple[DeepSpeedExperts, bool]] = field(default_factory=dict)
-    """Id of a parameter that is gone -> its module, and whether it is a bias."""
-    gone: list[torch.nn.Parameter] = field(default_factory=list)
-    """Kept until parameter lists are remapped, so that no id is given to another object."""
+    """Id of a parameter that moves -> its module, and whether it is a bias."""
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    """What changes something of the caller's."""
+
+    def add(self, experts: DeepSpeedExperts, stock: torch.nn.Module, step: Callable[[], None]) -> None:
+        """Plans a module whose pages ``step`` fills, and which then stands for ``stock``."""
+        self.modules.append(experts)
+        self.owner.update({id(p): (experts, name.endswith("bias")) for name, p in stock.named_parameters()})
+        self.steps.append(step)
+
+    def carry_out(self) -> None:
+        """Moves everything. A collective of all ranks."""
+        while self.steps:
+            self.steps.pop(0)()  # nothing holds a stock module when it has moved
 
 
-def page_hf_experts(model: torch.nn.Module, run: Run, dtypes: Dtypes) -> Moved:
-    """Replaces every Hugging Face experts module of ``model`` by a paged one. A collective of all ranks.
+def plan_hf_experts(model: torch.nn.Module, run: Run, dtypes: Dtypes, move: Move) -> None:
+    """Plans that paged experts stand for every Hugging Face experts module of ``model``.
 
     Raises:
-        ValueError: a module that paged experts cannot stand for, by name; nothing is changed then.
+        ValueError: a module that they cannot stand for, by name.
     """
-    found = [(path, module) for path, module in model.named_modules() if is_hf_experts(module)]
-    described = {path: describe(path, module) for path, module in found}
-    kinds = {path: dtypes.of(path, next(module.parameters())) for path, module in found}
-    moved = Moved()
-    for path, module in found:
-        dtype, gradient_dtype = kinds[path]
+    for path, module in list(model.named_modules()):
+        if not is_hf_experts(module):
+            continue
+        described = describe(path, module)
+        dtype, gradient_dtype = dtypes.of(path, next(module.parameters()))
         experts = HfExperts(
             run,
             path=path,
-            described=described[path],
+            described=described,
             dtype=dtype,
             gradient_dtype=gradient_dtype,
             eager=getattr(module.config, "_experts_implementation", None) == "eager",
         )
-        experts.train(module.training)
-        parameters = dict(module.named_parameters())
-        for expert, tensors in _each_expert(parameters, described[path].num_experts):
-            experts.take(expert, tensors)
-        note_gone(moved, experts, parameters)
-        replace_module(model, module, experts)
-    return moved
+        move.add(experts, module, partial(_move, model, module, experts))
+
+
+def _move(model: torch.nn.Module, stock: torch.nn.Module, experts: HfExperts) -> None:
+    experts.train(stock.training)
+    parameters = dict(stock.named_parameters())
+    for expert, tensors in _each_expert(parameters, experts.all_experts):
+        experts.take(expert, tensors)
+    empty(parameters)
+    replace_module(model, stock, experts)
 
 
 @torch.no_grad()
@@ -127,12 +142,9 @@ def _of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def note_gone(moved: Moved, experts: DeepSpeedExperts, parameters: dict[str, torch.nn.Parameter]) -> None:
+def empty(parameters: dict[str, torch.nn.Parameter]) -> None:
     """Takes the data of parameters that are in pages now, whoever else still refers to them."""
-    moved.modules.append(experts)
-    for name, parameter in parameters.items():
-        moved.owner[id(parameter)] = (experts, name.endswith("bias"))
-        moved.gone.append(parameter)
+    for parameter in parameters.values():
         if hasattr(parameter, "ds_tensor"):
             parameter.ds_tensor.data = torch.empty(0, dtype=parameter.ds_tensor.dtype)
         parameter.data = torch.empty(0, dtype=parameter.dtype)

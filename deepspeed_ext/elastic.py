@@ -9,6 +9,7 @@ functions and kept by one rank each until they are written; experts are pages, a
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,10 +22,11 @@ from deepspeed_ext.stepping import counted_once
 from megascale_omni.checkpoint import rng
 from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
+from megascale_omni.checkpoint.configuration import plain
 from megascale_omni.checkpoint.dense import TensorPiece, whole_piece
 from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.pages import ExpertsPiece
-from megascale_omni.checkpoint.ranks import GroupRanks
+from megascale_omni.ranks import GroupRanks
 
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,6 +64,8 @@ def save_elastic(
         tag=tag or f"global_step{engine.global_steps}",
         step=int(engine.global_steps),
         values=values,
+        configuration=_configuration(engine),
+        versions=_versions(),
         layout={"zero_stage": int(engine.zero_optimization_stage()), "expert": engine.run.ranks.size},
         coordinates={"expert": engine.run.ranks.rank},
     )
@@ -102,6 +106,24 @@ def load_elastic(engine: Any, folder: str | Path, *, tag: str | None = None) -> 
     _set_position(engine, values)
     _restore_rng(opened)
     return dict(values["client"])
+
+
+def _configuration(engine: Any) -> dict[str, Any]:  # noqa: ANN401
+    """What the run was configured with: the plug-in, DeepSpeed, and the model where Hugging Face's says so."""
+    model = getattr(engine.module, "config", None)
+    return {
+        "megascale": plain(engine.run.section.config),
+        "deepspeed": plain(engine._config._param_dict),
+        "model": plain(type(engine.module)) if model is None else plain(model.to_dict()),
+    }
+
+
+def _versions() -> dict[str, str]:
+    import deepspeed
+
+    found = {"deepspeed": deepspeed.__version__}
+    transformers = sys.modules.get("transformers")
+    return found if transformers is None else {**found, "transformers": transformers.__version__}
 
 
 def _set_position(engine: Any, values: Mapping[str, Any]) -> None:  # noqa: ANN401

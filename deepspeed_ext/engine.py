@@ -7,7 +7,7 @@ rest only. At a step the engine first reduces the pages' gradients, then lets st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,14 +17,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import checkpoint, fp32, support
 from deepspeed_ext.clipping import ModuleClipping, monitor_events
-from deepspeed_ext.config import Section, section_of
-from deepspeed_ext.convert import Dtypes, Moved, page_hf_experts
-from deepspeed_ext.experts import DeepSpeedExperts, broadcast
-from deepspeed_ext.native import common_ranks, moe_layers, page_native_experts
+from deepspeed_ext.config import section_of
+from deepspeed_ext.experts import DeepSpeedExperts
 from deepspeed_ext.norms import SharedNorm
-from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
-from deepspeed_ext.run import Run, run_for
-from deepspeed_ext.stepping import ExpertsStep
+from deepspeed_ext.planning import planned
+from deepspeed_ext.stepping import ExpertsStep, drops_gradients
+from megascale_omni.checkpoint.pages_file import has_pages
 from megascale_omni.clipping import ClipReport
 from megascale_omni.experts.overview import announce
 from megascale_omni.schedule import Phase
@@ -52,37 +50,36 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         section = section_of(config)
         assert section is not None
         support.check(config, mpu=mpu)
-        # A generator of parameters would find no experts when they have moved.
-        model_parameters = None if model_parameters is None else list(model_parameters)
-        run, moved = _moved(model, section, config)
-        self.run = run
-        self.modules_in_pages: list[DeepSpeedExperts] = moved.modules
-        of_parameters = {id(experts) for experts, _ in moved.owner.values()}
-        self._built = [experts for experts in moved.modules if id(experts) not in of_parameters]
+        start = planned(model, section, config, optimizer=optimizer, model_parameters=model_parameters)
+        start.carry_out()
+        self.run = start.run
+        self.modules_in_pages: list[DeepSpeedExperts] = start.modules
+        self._built, self._places = start.built, start.places
         self.experts_step: ExpertsStep | None = None
-        self._places, optimizer, model_parameters = _remapped(moved, optimizer, model_parameters)
         self._in_step = False
+        self._unpublished: Path | None = None
+        """A checkpoint (the folder of its tag) whose pages have no name yet."""
         self._forwards = 0
         """In training, since the last step: several may be in one loss."""
-        moved.gone.clear()
-        _refuse_experts_alone(model, moved, config)
-        super().__init__(
-            args,
-            model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=config,
-            config_class=config_class,
-            mesh_device=mesh_device,
-            dont_change_device=dont_change_device,
-        )
-        if self.experts_step is None:  # inference only
-            run.check_budget()
+        try:
+            super().__init__(
+                args,
+                model,
+                optimizer=start.optimizer,
+                model_parameters=start.model_parameters,
+                training_data=training_data,
+                lr_scheduler=lr_scheduler,
+                mpu=mpu,
+                dist_init_required=dist_init_required,
+                collate_fn=collate_fn,
+                config=config,
+                config_class=config_class,
+                mesh_device=mesh_device,
+                dont_change_device=dont_change_device,
+            )
+        except Exception as error:
+            error.add_note("The model's experts are in pages by now: build it anew for another deepspeed.initialize.")
+            raise
         if self.global_rank == 0:
             announce([self.module], rank=0, world=self.world_size)
 
@@ -109,8 +106,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             model=self.module,
             backwards=self._backwards_of_a_step,
         )
-        if not self.zero_optimization():  # ZeRO's own keeps what was reduced already
-            self._let_zero_grad_drop_pages()
+        self._let_zero_grad_drop_pages()
 
     def _backwards_of_a_step(self) -> int | None:
         """Of a module: one for each forward of the step, known in its last micro-batch.
@@ -126,10 +122,17 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
 
         def zero_grad(_: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - stock's signature
             stock_zero_grad(*args, **kwargs)
-            if self.experts_step is not None and not self._in_step:
-                self.experts_step.gradients.drop()
+            self._drop_pages_as_stock(of_optimizer=True)
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)
+
+    def _drop_pages_as_stock(self, *, of_optimizer: bool) -> None:
+        """Gradient pages become absent where the caller's ``zero_grad`` has dropped stock's gradients."""
+        if self.experts_step is None or self._in_step:
+            return
+        boundary = bool(self.is_gradient_accumulation_boundary())
+        if drops_gradients(int(self.zero_optimization_stage()), of_optimizer=of_optimizer, boundary=boundary):
+            self.experts_step.gradients.drop()
 
     def clip_fp32_gradients(self) -> None:
         """As stock, over both parts (a plain torch optimizer, ZeRO 0)."""
@@ -174,10 +177,9 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.monitor.write_events(monitor_events(self.clip_report, self.global_samples))
 
     def zero_grad(self) -> None:
-        """As stock; gradient pages become absent."""
+        """As stock; gradient pages become absent where stock's gradients do."""
         super().zero_grad()
-        if self.experts_step is not None and not self._in_step:
-            self.experts_step.gradients.drop()
+        self._drop_pages_as_stock(of_optimizer=False)
 
     # -- schedule
     # -------------------------------------------------------------------------------------------------------
@@ -196,6 +198,20 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
     # -- checkpoints
     # ----------------------------------------------------------------------------------------------------
 
+    def _configure_checkpointing(self) -> None:
+        """As stock; pages get their name when everything of a checkpoint is written, before ``latest`` tells of it."""
+        super()._configure_checkpointing()
+        commit = self.checkpoint_engine.commit
+
+        def committed(info: Any) -> Any:  # noqa: ANN401 - stock's own
+            result = commit(info)
+            if self._unpublished is not None:
+                checkpoint.publish(self._unpublished)
+                self._unpublished = None
+            return result
+
+        self.checkpoint_engine.commit = committed
+
     def save_checkpoint(
         self,
         save_dir: str,
@@ -209,8 +225,15 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         checkpoint.save(Path(save_dir) / tag, self.run, self.modules_in_pages, self.experts_step)
-        with checkpoint.hidden(self.run):  # stock's `latest` is written when everything else is there
-            saved: bool = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        self._unpublished = Path(save_dir) / tag
+        try:
+            with checkpoint.hidden(self.run):
+                saved: bool = super().save_checkpoint(
+                    save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+                )
+        except BaseException:
+            self._unpublished = None
+            raise
         return saved
 
     def load_checkpoint(
@@ -246,7 +269,7 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
                 load_module_only,
                 custom_load_fn,
             )
-        if path is not None and folder is not None and checkpoint.has_pages(folder):
+        if path is not None and folder is not None and has_pages(folder):
             states = load_optimizer_states and not load_module_only
             checkpoint.load(folder, self.modules_in_pages, self.experts_step, optimizer_states=states)
             if not load_module_only:
@@ -272,61 +295,3 @@ class MegaScaleEngine(DeepSpeedEngine):  # type: ignore[misc]
         """As stock; io threads end and the scratch file is gone."""
         super().destroy()
         self.run.close()
-
-
-def _moved(model: torch.nn.Module, section: Section, config: Mapping[str, Any]) -> tuple[Run, Moved]:
-    """The model's experts in pages: those that moved while it was built, and the others.
-
-    Raises:
-        ValueError: it was built under another configuration; or it has no experts, and the section asks for nothing
-        that a model without any could have.
-    """
-    built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
-    if any(module.run.section != section for module in built):
-        raise ValueError(
-            "the model was built under deepspeed_ext.init with another megascale section; give the same configuration "
-            "to deepspeed.initialize"
-        )
-    dtypes = Dtypes.of_config(config)
-    for module in built:
-        dtypes.check(module)
-        broadcast(module)
-    layers = moe_layers(model)
-    size = common_ranks(layers, section.expert_parallel_size) if layers else section.expert_parallel_size
-    run = built[0].run if built else run_for(section, expert_parallel_size=size)
-    moved = page_hf_experts(model, run, dtypes)
-    page_native_experts(model, run, dtypes, moved)
-    moved.modules = [*built, *moved.modules]
-    if not moved.modules and not section.config.clip.skips_nonfinite:
-        raise ValueError(
-            "the megascale section is enabled and the model has no experts that can be paged: it needs Hugging Face "
-            'experts modules or DeepSpeed\'s MoE layers; set "enabled": false for a dense model, or clip it by '
-            'module: "clip": {"mode": "cmsa"}'
-        )
-    return run, moved
-
-
-def _refuse_experts_alone(model: torch.nn.Module, moved: Moved, config: Mapping[str, Any]) -> None:
-    """Raises ValueError where ZeRO would have no parameter to train."""
-    stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    trainable = any(experts.trainable for experts in moved.modules)
-    if stage and trainable and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"nothing but experts trains, which are in pages with megascale: ZeRO {stage} needs at least one other "
-            'parameter that does; leave one unfrozen, or use "zero_optimization": {"stage": 0}'
-        )
-
-
-def _remapped(
-    moved: Moved,
-    optimizer: Any,  # noqa: ANN401
-    model_parameters: list[Any] | None,
-) -> tuple[Places, Any, list[Any] | None]:
-    """Places of the experts, and what the client gave without them."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return take_out_of(optimizer, moved), optimizer, model_parameters
-    made = None if optimizer is None else watched(optimizer)
-    if model_parameters is None:
-        return everything_in_group_0(moved), made, None
-    remaining, places = without_experts(model_parameters, moved)
-    return places, made, remaining

@@ -1,4 +1,4 @@
-"""Tokens to the ranks that own their experts, and back.
+"""Tokens to the ranks that own their experts, and back. A failure names the ranks that are gone.
 
 Shape suffixes: N rows sent (sorted by the expert's number in the model), M rows received, h hidden size.
 """
@@ -35,11 +35,8 @@ class ExchangePlan:
 
 def exchange_counts(ranks: Ranks, counts: list[int]) -> ExchangePlan:
     """Tells every rank how many rows it gets. ``counts[e]``: rows for expert ``e`` of the model. A collective."""
-    num_experts, device = len(counts), _device(ranks)
-    mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    everyone = mine.new_empty(ranks.size * num_experts)
-    dist.all_gather_into_tensor(everyone, mine, group=ranks.parallel)
-    table = everyone.view(ranks.size, num_experts).tolist()
+    num_experts = len(counts)
+    table = ranks.channel.all_gather(torch.tensor(counts, dtype=torch.int64, device=_device(ranks))).tolist()
     local = ranks.local(num_experts)
     owners = [ranks.experts_of(rank, num_experts) for rank in range(ranks.size)]
     from_each = [row[local.start : local.stop] for row in table]
@@ -71,16 +68,11 @@ class _ExchangeRows(torch.autograd.Function):
         ranks: Ranks,
     ) -> torch.Tensor:
         ctx.way_back = (received, sent, ranks)  # type: ignore[attr-defined]
-        return _all_to_all(rows_Nh, sent, received, ranks)
+        return ranks.channel.exchange(rows_Nh, sent, received)
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: torch.autograd.function.FunctionCtx, gradient_Mh: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(gradient_Mh, *ctx.way_back), None, None, None  # type: ignore[attr-defined]
-
-
-def _all_to_all(rows_Nh: torch.Tensor, sent: list[int], received: list[int], ranks: Ranks) -> torch.Tensor:
-    out_Mh = rows_Nh.new_empty(sum(received), rows_Nh.shape[1])
-    dist.all_to_all_single(out_Mh, rows_Nh.contiguous(), received, sent, group=ranks.parallel)
-    return out_Mh
+        sent, received, ranks = ctx.way_back  # type: ignore[attr-defined]
+        return ranks.channel.exchange(gradient_Mh, sent, received), None, None, None

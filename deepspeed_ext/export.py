@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_ext.checkpoint import all_or_none, attempt, hidden
+from deepspeed_ext.checkpoint import hidden
 from megascale_omni.checkpoint.pages_file import write_durably
+from megascale_omni.ranks import all_or_none
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,13 +29,21 @@ def export_hf(engine: Any, folder: str | Path) -> None:  # noqa: ANN401 - DeepSp
         RuntimeError: on every rank, where the first one could not write.
     """
     writer = _Writer(Path(folder), engine.module) if dist.get_rank() == 0 else None
-    problem: str | None = None
+    problem: Exception | None = None
     for tensors in _chunks(engine):
-        if writer is not None and problem is None:  # the others go on: gathering needs every rank
-            problem = attempt(lambda t=tensors: writer.add(t))  # type: ignore[misc]
-    if writer is not None and problem is None:
-        problem = attempt(writer.close)
-    all_or_none(problem, f"exporting to {folder}")
+        if writer is not None and problem is None:
+            try:
+                writer.add(tensors)
+            except Exception as error:  # told at the end: gathering goes on, it needs every rank
+                problem = error
+
+    def close() -> None:
+        if problem is not None:
+            raise problem
+        if writer is not None:
+            writer.close()
+
+    all_or_none(close, kind=RuntimeError, doing=f"exporting to {folder}")
 
 
 def _chunks(engine: Any) -> Iterator[Tensors]:  # noqa: ANN401

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint import has_pages, tag_of
-from megascale_omni.checkpoint.pages_file import FOLDER, PagesReader, page_name
+from deepspeed_ext.checkpoint import tag_of
+from megascale_omni.checkpoint.pages_file import FOLDER, PagesReader, has_pages, page_name
 from megascale_omni.paging.names import NamedTensors
 
 SCRIPT = "zero_to_fp32.py"
@@ -59,11 +59,10 @@ def with_experts(
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
     """Stock's ``get_fp32_state_dict_from_zero_checkpoint``, with the experts of a checkpoint that has them in pages."""
-    state = stock(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode)
     found = tag_of(Path(checkpoint_dir), tag)
-    if found is not None and has_pages(Path(checkpoint_dir) / found):
-        state = {**state, **experts_fp32(Path(checkpoint_dir) / found)}
-    return state
+    paged = found is not None and has_pages(Path(checkpoint_dir) / found)
+    state = stock(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode)
+    return {**state, **experts_fp32(Path(checkpoint_dir) / found)} if paged and found is not None else state
 
 
 def write_recovery_script(folder: Path) -> None:

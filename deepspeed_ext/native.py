@@ -12,12 +12,13 @@ import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed_ext.convert import Dtypes, Moved, note_gone, replace_module
+from deepspeed_ext.convert import Dtypes, Move, empty, replace_module
 from deepspeed_ext.experts import DeepSpeedExperts, broadcast
 from deepspeed_ext.recognise import Description, matching
 from deepspeed_ext.run import Run
@@ -127,33 +128,32 @@ class NativeExperts(DeepSpeedExperts):
         return {stock: dense[ours][rows] for stock, ours, rows in self._stock_tensors()}
 
 
-def page_native_experts(model: nn.Module, run: Run, dtypes: Dtypes, moved: Moved) -> None:
-    """Replaces the experts of DeepSpeed's MoE layers by paged ones, and notes them in ``moved``. A collective.
+def plan_native_experts(model: nn.Module, run: Run, dtypes: Dtypes, move: Move) -> None:
+    """Plans that paged experts stand for those of DeepSpeed's MoE layers.
 
     Raises:
-        ValueError: experts that pages do not compute, by name; nothing is changed then.
+        ValueError: experts that pages do not compute, by name.
     """
-    found = []
     for path, layer in moe_layers(model):
         stock, where = layer.deepspeed_moe.experts, f"{path}.deepspeed_moe.experts"
-        parameters = dict(stock.named_parameters())
-        with _gathered(list(parameters.values())):
+        parameters = list(stock.parameters())
+        with _gathered(parameters):
             described, names = describe_native(where, stock.deepspeed_experts[0], layer.num_experts)
-        found.append((where, stock, described, names))
-    for where, stock, described, names in found:
-        parameters = dict(stock.named_parameters())
-        dtype, gradient_dtype = dtypes.of(where, next(iter(parameters.values())))
+        dtype, gradient_dtype = dtypes.of(where, parameters[0])
         experts = NativeExperts(
             run, path=where, described=described, names=names, dtype=dtype, gradient_dtype=gradient_dtype
         )
-        experts.train(stock.training)
-        for number, expert in enumerate(stock.deepspeed_experts):
-            linears = _linears(expert)
-            with _gathered(list(expert.parameters())):
-                experts.initialise(number, _tensors_of(linears, names, number))
-        broadcast(experts)
-        note_gone(moved, experts, parameters)
-        replace_module(model, stock, experts)
+        move.add(experts, stock, partial(_move, model, stock, experts))
+
+
+def _move(model: nn.Module, stock: Any, experts: NativeExperts) -> None:  # noqa: ANN401 - DeepSpeed has no types
+    experts.train(stock.training)
+    for number, expert in enumerate(stock.deepspeed_experts):
+        with _gathered(list(expert.parameters())):
+            experts.initialise(number, _tensors_of(_linears(expert), experts.native, number))
+    broadcast(experts)
+    empty(dict(stock.named_parameters()))
+    replace_module(model, stock, experts)
 
 
 def _gathered(parameters: list[nn.Parameter]) -> Any:  # noqa: ANN401 - a context

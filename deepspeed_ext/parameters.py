@@ -1,6 +1,6 @@
-"""Optimizers and parameter lists that were made before experts moved into pages.
+"""Optimizers and parameter lists that were made before experts move into pages.
 
-They hold parameters that are gone. Those are taken out, and their place is remembered: the experts of a module are
+They hold parameters that will be gone. Those are taken out, and their place is remembered: the experts of a module are
 stepped with the hyperparameters of the group that held them.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.convert import Moved
+from deepspeed_ext.convert import Move
 from deepspeed_ext.experts import DeepSpeedExperts
 from megascale_omni.optimizer.paged_adam import GroupBinding
 
@@ -66,17 +66,17 @@ class Places:
         return GroupBinding(self.weights[experts], self.biases[experts] if has_bias else None)
 
 
-def everything_in_group_0(moved: Moved) -> Places:
+def everything_in_group_0(move: Move) -> Places:
     """Places where no list was given: DeepSpeed makes one group of all parameters."""
     places = Places()
-    for experts, is_bias in moved.owner.values():
+    for experts, is_bias in move.owner.values():
         if experts.trainable:
             places.note(experts, is_bias, 0)
     return places
 
 
-def without_experts(model_parameters: Iterable[Any], moved: Moved) -> tuple[list[Any], Places]:
-    """A list of parameters or of groups as ``deepspeed.initialize`` takes it, less what has moved.
+def without_experts(model_parameters: Iterable[Any], move: Move) -> tuple[list[Any], Places]:
+    """A list of parameters or of groups as ``deepspeed.initialize`` takes it, less what has move.
 
     Raises:
         ValueError: a group of experts alone.
@@ -84,7 +84,7 @@ def without_experts(model_parameters: Iterable[Any], moved: Moved) -> tuple[list
     given = list(model_parameters)
     places = Places()
     if not given or not isinstance(given[0], dict):
-        remaining = _remaining(given, 0, moved, places)
+        remaining = _remaining(given, 0, move, places)
         if given and not remaining:
             raise ValueError(
                 "model_parameters has experts only, which are in pages with megascale: DeepSpeed's optimizer would "
@@ -95,12 +95,12 @@ def without_experts(model_parameters: Iterable[Any], moved: Moved) -> tuple[list
     for number, group in enumerate(given):
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
-        kept.append({**group, "params": _remaining(members, number, moved, places)})
+        kept.append({**group, "params": _remaining(members, number, move, places)})
     return _without_empty(kept, places), places
 
 
-def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
-    """Takes what has moved out of a client's optimizer.
+def take_out_of(optimizer: torch.optim.Optimizer, move: Move) -> Places:
+    """Plans to take what moves out of a client's optimizer, which stays as it is until then.
 
     Raises:
         ValueError: a group of experts alone, or an optimizer that has made steps with them already.
@@ -108,21 +108,26 @@ def take_out_of(optimizer: torch.optim.Optimizer, moved: Moved) -> Places:
     places = Places()
     kept: list[Group] = []
     for number, group in enumerate(optimizer.param_groups):
-        stepped = [p for p in group["params"] if id(p) in moved.owner and optimizer.state.get(p)]
+        stepped = [p for p in group["params"] if id(p) in move.owner and optimizer.state.get(p)]
         if stepped:
             raise ValueError(
-                f"the optimizer has state of {moved.owner[id(stepped[0])][0].path} already; give deepspeed.initialize "
+                f"the optimizer has state of {move.owner[id(stepped[0])][0].path} already; give deepspeed.initialize "
                 "a new optimizer and load the state with engine.load_checkpoint"
             )
+        changed = {**group, "params": _remaining(list(group["params"]), number, move, places)}
         if "param_names" in group:  # it was made from named_parameters()
             named = zip(group["params"], group["param_names"], strict=True)
-            group["param_names"] = [name for parameter, name in named if id(parameter) not in moved.owner]
-        kept.append({**group, "params": _remaining(list(group["params"]), number, moved, places)})
+            changed["param_names"] = [name for parameter, name in named if id(parameter) not in move.owner]
+        kept.append(changed)
     left = _without_empty(kept, places)
-    for group, changed in zip(optimizer.param_groups, kept, strict=True):
-        group["params"] = changed["params"]
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    assert len(left) == len(optimizer.param_groups)
+
+    def take_out() -> None:
+        for group, changed in zip(optimizer.param_groups, kept, strict=True):
+            group.update(changed)
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        assert len(left) == len(optimizer.param_groups)
+
+    move.steps.append(take_out)
     return places
 
 
@@ -147,11 +152,11 @@ def watched(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.o
     return made
 
 
-def _remaining(members: list[Any], number: int, moved: Moved, places: Places) -> list[Any]:
+def _remaining(members: list[Any], number: int, move: Move, places: Places) -> list[Any]:
     remaining = []
     for parameter in members:
-        if id(parameter) in moved.owner:
-            experts, is_bias = moved.owner[id(parameter)]
+        if id(parameter) in move.owner:
+            experts, is_bias = move.owner[id(parameter)]
             if experts.trainable:
                 places.note(experts, is_bias, number)
         else:

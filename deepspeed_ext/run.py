@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from deepspeed_ext.messages import said_in_json
 from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
+from megascale_omni.groups.channel import Channel
 from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.layout import ExpertShape, PageLayout
@@ -39,6 +41,11 @@ class Ranks:
     def rank(self) -> int:
         """This rank's place among them."""
         return 0 if self.parallel is None else dist.get_rank(self.parallel)
+
+    @cached_property
+    def channel(self) -> Channel:
+        """What the ranks that divide the experts say to each other."""
+        return Channel(self.parallel)
 
     def experts_of(self, rank: int, num_experts: int) -> range:
         """The experts (of ``num_experts`` in the model) that rank ``rank`` of the expert-parallel group owns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megascale_omni.optimizer.rates import settle_for
 from megascale_omni.paging.planes import Plane
 
 _HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps")
+_CHECKED = ("amsgrad", "maximize")
 
 
 class ExpertsStep:
@@ -65,12 +66,7 @@ class ExpertsStep:
         self.norm = self.clipping or SharedNorm(optimizer, max_norm=max_norm)
         arithmetic = arithmetic_of(basic, device=run.manager.arena.device, kernels=run.backend.name == "triton")
         bindings = self._bindings(modules, places)
-        for experts in bindings:
-            if experts.pages.dtypes[Plane.WEIGHT] is not torch.float32:
-                run.manager.set_plane_dtype(experts.pages, Plane.MASTER, torch.float32)
-            for plane in (Plane.MOMENT1, Plane.MOMENT2):
-                run.manager.set_plane_dtype(experts.pages, plane, torch.float32)
-        run.check_budget()
+        add_state(run, bindings)
         with said_in_json():
             choice = run.section.config.compute.optimizer_device
             settled = settle_for(choice, modules=list(bindings), arithmetic=arithmetic)
@@ -147,6 +143,49 @@ class ExpertsStep:
     def apply(self) -> None:
         """Steps every page, by what DeepSpeed clipped by. A collective where state is sharded."""
         self.adam.step(clip_coefficient=self.norm.coefficient())
+
+
+def add_state(run: Run, modules: Iterable[DeepSpeedExperts]) -> None:
+    """Gives modules the planes of the optimizer's state.
+
+    Raises:
+        ValueError: a device budget that is too small for them, or a disk.
+    """
+    for experts in modules:
+        if experts.pages.dtypes[Plane.WEIGHT] is not torch.float32:
+            run.manager.set_plane_dtype(experts.pages, Plane.MASTER, torch.float32)
+        for plane in (Plane.MOMENT1, Plane.MOMENT2):
+            run.manager.set_plane_dtype(experts.pages, plane, torch.float32)
+    run.check_budget()
+
+
+def refuse_optimizer(optimizer: object, config: Mapping[str, Any]) -> None:
+    """Refuses, before anything is made of it, an optimizer whose arithmetic paged experts do not have.
+
+    ``optimizer``: the client's, None where the configuration names one. A function that makes it is not called here.
+
+    Raises:
+        ValueError: see :func:`arithmetic_of`.
+    """
+    section = config.get("optimizer") or {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        arithmetic_of(optimizer)
+    elif optimizer is None and section:
+        name, options = str(section.get("type")), section.get("params") or {}
+        if name.lower() not in ("adam", "adamw"):
+            raise ValueError(f"optimizer {name} is not supported with megascale; use Adam or AdamW")
+        arithmetic_of(torch.optim.AdamW([torch.empty(0)], **{k: options[k] for k in _CHECKED if k in options}))
+
+
+def drops_gradients(stage: int, *, of_optimizer: bool, boundary: bool) -> bool:
+    """Whether a ``zero_grad`` between backward and step drops DeepSpeed's gradients, and so those of experts.
+
+    ``of_optimizer``: the optimizer's, else the engine's. ``boundary``: the micro-batch is the last of its step. ZeRO 2
+    keeps what it has reduced until then; ZeRO 3's partitions know of its optimizer's ``zero_grad`` only.
+    """
+    if stage == 3:
+        return of_optimizer
+    return stage < 2 or boundary
 
 
 def counted_once(run: Run) -> PageShards:

@@ -85,6 +85,9 @@ class PagingConfig:
         step_in_backward: whether gradients are completed, and pages stepped where no clipping waits for all of them, in
             the backward that is their last; off for loops that compute more backwards than they announce.
         max_lag_steps: most optimizer steps that a page of an unused expert may wait; 0 steps every page at every step.
+        emergency_percent: where less of device memory is free, pages give some back; 0 never looks.
+        compact_percent: where more of the device arena's memory holds no page at a step's end, pages move together and
+            memory returns to the system; 100: never. compact_seconds: and after so much time; 0: never.
     """
 
     page_size_bytes: int = DEFAULT_PAGE_BYTES
@@ -95,6 +98,9 @@ class PagingConfig:
     prefetch: Prefetch = "history"
     step_in_backward: bool = True
     max_lag_steps: int = 100
+    emergency_percent: float = 5.0
+    compact_percent: float = 100.0
+    compact_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.page_size_bytes, key="paging.page_size_bytes")
@@ -110,6 +116,9 @@ class PagingConfig:
             raise ValueError(f"paging.checksum={self.checksum!r} is unknown; choose one of {known}")
         if isinstance(self.max_lag_steps, bool) or not isinstance(self.max_lag_steps, int) or self.max_lag_steps < 0:
             raise ValueError(f"paging.max_lag_steps={self.max_lag_steps!r} must be a whole number of steps, 0 or more")
+        _check_number("paging", self, "emergency_percent", most=40.0, what="between 0 and 40: it is doubled")
+        _check_number("paging", self, "compact_percent", most=100.0, what="a percentage between 0 and 100")
+        _check_number("paging", self, "compact_seconds", most=float("inf"), what="0 or more")
         if self.prefetch not in get_args(Prefetch):
             known = ", ".join(get_args(Prefetch))
             raise ValueError(f"paging.prefetch={self.prefetch!r} is unknown; choose one of {known}")
@@ -244,11 +253,11 @@ class HeatConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"heat.{key}={value!r} must be a whole number of steps, 1 or more")
         for key in ("compute_weight", "memory_weight", "communication_weight", "probe_share"):
-            _check_number(self, key, most=1.0, what="between 0 and 1")
+            _check_number("heat", self, key, most=1.0, what="between 0 and 1")
         for key in ("hot_percentile", "cold_percentile", "alarm_percentile"):
-            _check_number(self, key, most=100.0, what="a percentile between 0 and 100")
+            _check_number("heat", self, key, most=100.0, what="a percentile between 0 and 100")
         for key in ("probe_seconds", "alarm_hours"):
-            _check_number(self, key, most=float("inf"), what="0 or more")
+            _check_number("heat", self, key, most=float("inf"), what="0 or more")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -275,10 +284,10 @@ class HeatConfig:
             )
 
 
-def _check_number(config: object, key: str, *, most: float, what: str) -> None:
+def _check_number(section: str, config: object, key: str, *, most: float, what: str) -> None:
     value = getattr(config, key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise ValueError(f"heat.{key}={value!r} must be {what}")
+        raise ValueError(f"{section}.{key}={value!r} must be {what}")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,12 @@ NEEDS = (
         "add paging.device_budget (--megascale-device-budget)",
     ),
     Need(
+        ("paging.emergency_percent",),
+        lambda config: config.paging.device_budget is not None,
+        "without paging.device_budget: pages have nowhere to go",
+        "add paging.device_budget (--megascale-device-budget)",
+    ),
+    Need(
         ("compute.optimizer_device",),
         _has_host_memory,
         "without paging.host_budget behind a device budget: no page is ever in host memory",

@@ -24,9 +24,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megascale_omni.checkpoint import rng
 from megascale_omni.checkpoint.boxes import Box, boxes_of_range, whole
+from megascale_omni.checkpoint.configuration import plain
 from megascale_omni.checkpoint.dense import DenseIndex, TensorPiece, whole_piece
 from megascale_omni.checkpoint.pages import ExpertsPiece
 from megascale_omni.experts.shards import PageShards
+from megatron_ext import patches
 from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
 from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.experts import MegaScaleExperts
@@ -271,9 +273,9 @@ def experts_pieces(chunks: Sequence[MegaScaleDDP], optimizer: MegaScaleChainedOp
         group = chunk.expt_dp_group
         share = shards if shards.size > 1 else PageShards(rank=group.rank(), size=group.size())
         for path, experts in _global_paths(innermost(chunk)):
-            pieces.append(
-                ExpertsPiece(path, experts, experts.numbers[0], experts.num_global_experts, share, experts.numbers)
-            )
+            where = (experts.numbers[0], experts.num_global_experts, share, experts.numbers)
+            neurons = (experts.first_neuron, experts.neurons_of_all)
+            pieces.append(ExpertsPiece(path, experts, *where, *neurons))
     return pieces
 
 
@@ -296,6 +298,7 @@ def coordinates() -> dict[str, int]:
         "tensor": parallel_state.get_tensor_model_parallel_rank(),
         "data": parallel_state.get_data_parallel_rank(with_context_parallel=True),
         "expert": parallel_state.get_expert_model_parallel_rank(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
     }
 
 
@@ -306,6 +309,17 @@ def layout() -> dict[str, int]:
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def configuration(chunks: Sequence[MegaScaleDDP], optimizer: MegaScaleChainedOptimizer) -> dict[str, Any]:
+    """What the run was configured with: the plug-in, stock's model, its data parallelism, its optimizer."""
+    return {
+        "megascale": plain(patches.active_runtime().config),
+        "model": plain(innermost(chunks[0]).config),
+        "data_parallel": plain(chunks[0].ddp_config),
+        "optimizer": plain(optimizer.config),
     }
 
 
@@ -341,7 +355,7 @@ def restore_rng(dense: DenseIndex, saved: Mapping[str, int]) -> str | None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     known = {n.removeprefix("tracker."): s for n, s in states.items() if n.startswith("tracker.")}
     lost = None
-    if saved["expert"] != here["expert"]:
+    if any(saved.get(name, 1) != here[name] for name in ("expert", "expert_tensor")):
         known.pop(EXPERT_TRACKER, None)
         lost = "experts' random numbers begin anew: they belong to expert-parallel ranks, which are others now"
     tracker.set_states({**tracker.get_states(), **known})

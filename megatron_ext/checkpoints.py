@@ -16,8 +16,8 @@ from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankSta
 from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.journal import Journal
 from megascale_omni.checkpoint.opening import check_kind
-from megascale_omni.checkpoint.ranks import GroupRanks
 from megascale_omni.config import CheckpointConfig
+from megascale_omni.ranks import GroupRanks
 from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
 from megatron_ext.checkpoint_state import (
     OBJECT,
@@ -25,6 +25,7 @@ from megatron_ext.checkpoint_state import (
     RNG,
     KeyPlace,
     addresses,
+    configuration,
     coordinates,
     experts_pieces,
     frozen_names,
@@ -75,6 +76,7 @@ class PagedCheckpoints:
             staging_bytes=config.staging_bytes,
             cpus=config.cpu_set(),
         )
+        self._configuration = configuration(self._chunks, optimizer)
         self._saves = 0
         self._carried: list[TensorPiece] = []
         self._places: _Places | None = None
@@ -100,6 +102,7 @@ class PagedCheckpoints:
         Raises:
             SaveError: the checkpoint could not be written; one beside training is told by :meth:`poll` instead.
         """
+        since_full = self._saves % self.config.full_every
         request = SaveRequest(
             tag=f"iter_{position.iteration:07d}",
             step=position.iteration,
@@ -110,11 +113,13 @@ class PagedCheckpoints:
                 "rng": include_rng_state,
                 "stock": self._optimizer.described_state() if include_optimizer else None,
                 "clipping": None if self._optimizer.clipping is None else self._optimizer.clipping.state_dict(),
+                "saves_since_full": since_full,
                 "paging_step": max((m.schedule.moment.step for m in self._managers), default=0),
             },
             layout=layout(),
+            configuration=self._configuration,
             versions={"megatron-core": megatron.core.__version__},
-            full=self._saves % self.config.full_every == 0,
+            full=since_full == 0,
             include_optimizer=include_optimizer,
             coordinates=coordinates(),
         )
@@ -183,6 +188,7 @@ class PagedCheckpoints:
             for manager in self._managers:
                 manager.schedule.resume_at(int(values.get("paging_step", opened.manifest.step)))
         self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
+        self._saves = int(values.get("saves_since_full", -1)) + 1 if self._checkpointer.has_base else 0
         self._carry(opened, frozen)
         if not include_optimizer:
             self._optimizer.reload_model_params()

@@ -24,7 +24,7 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         experts: this rank's experts. config, pg_collection: as stock's. options: how groups are found and served.
 
     Raises:
-        ValueError: experts cut by tensor parallelism, or padding for quantized products.
+        ValueError: padding for quantized products; pages that are to travel although they are spread over ranks.
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             options=options,
             experts=experts,
             house=experts.runtime.guests,
+            spread=Channel(self.tp_group),
         )
         self._experts = experts
+        self._alike = (self.ep_group, self.tp_group, pg_collection.expt_dp)
         self._trip: Trip | None = None
         self._routing: torch.Tensor | None = None
         self._shape: torch.Size | None = None
@@ -59,8 +61,7 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             ValueError: on every rank, where the placement does not fit the group or is not the same on all ranks.
         """
         slots, channel = placement.of_layer(layer_number), self.core.channel
-        digests = channel.all_gather(torch.tensor([placement.digest], device=self._experts.manager.arena.device))
-        if len(set(digests.view(-1).tolist())) > 1:
+        if self._differs(placement.digest):
             raise ValueError(f"layer {layer_number}: ranks have read different placements; give all the same file")
         placement.check_layers(self.config.num_layers + (self.config.mtp_num_layers or 0))
         if slots is None:
@@ -74,6 +75,15 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         self._experts.numbers = slots[channel.rank]
         columns = torch.tensor([expert for rank in slots for expert in rank])
         self.core.columns = columns.to(self._experts.manager.arena.device)
+
+    def _differs(self, digest: int) -> bool:
+        """Whether any rank with experts of this layer has another one: of this group, of other pages, of copies."""
+        lowest = highest = digest
+        for group in self._alike:
+            known = torch.tensor([lowest, highest], device=self._experts.manager.arena.device)
+            told = Channel(group).all_gather(known)
+            lowest, highest = int(told.min()), int(told.max())
+        return lowest != highest
 
     @property
     def trip(self) -> Trip:

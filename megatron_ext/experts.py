@@ -29,6 +29,7 @@ from megascale_omni.experts.module import PagedExperts
 from megascale_omni.optimizer.paged_adam import PagedAdam
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.planes import Plane
+from megatron_ext import support
 from megatron_ext.activation import activation_of
 from megatron_ext.runtime import Runtime
 from megatron_ext.spared_copies import join_in_place
@@ -47,7 +48,11 @@ class MegaScaleExperts(PagedExperts):
 
     Raises:
         ValueError: an experts class other than ``SequentialMLP``, an unsupported activation, a page size that does
-        not fit.
+        not fit, experts spread over ranks in a way that :func:`megatron_ext.support.check_spread` refuses.
+
+    Attributes:
+        first_neuron, neurons_of_all: of an expert, the first neuron that is here and how many there are on all ranks
+        (see [Note: spread experts]).
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class MegaScaleExperts(PagedExperts):
                 f"experts class {stock_class.__name__} is not supported with --megascale; "
                 "leave out --moe-grouped-gemm, so that stock uses SequentialMLP"
             )
+        support.check_spread(config)
         shell = _built(stock_spec, config, pg_collection)
         mlp = shell.local_experts[0]
         wide, hidden = mlp.linear_fc1.weight.shape
@@ -96,6 +102,10 @@ class MegaScaleExperts(PagedExperts):
         self.expert_parallel = config.expert_model_parallel_size > 1
         ranks, rank = (1, 0) if pg_collection is None else (pg_collection.ep.size(), pg_collection.ep.rank())
         self.num_global_experts = ranks * num_local_experts
+        spread, place = (
+            (1, 0) if pg_collection is None else (pg_collection.expt_tp.size(), pg_collection.expt_tp.rank())
+        )
+        self.neurons_of_all, self.first_neuron = spread * shape.ffn, place * shape.ffn
         self.stock_numbers = tuple(range(rank * num_local_experts, (rank + 1) * num_local_experts))
         self.numbers = self.stock_numbers
         if runtime.observation.keeper is not None and self.expert_parallel:

@@ -85,6 +85,27 @@ FLAGS = (
         kind=int,
     ),
     Flag(
+        "paging.emergency_percent",
+        "--megascale-emergency-percent",
+        "pages give memory back where less of it is free (default 5; 0 never)",
+        metavar="PERCENT",
+        kind=float,
+    ),
+    Flag(
+        "paging.compact_percent",
+        "--megascale-compact-percent",
+        "compact at a step's end where more of the arena's memory holds no page (default 100: never)",
+        metavar="PERCENT",
+        kind=float,
+    ),
+    Flag(
+        "paging.compact_seconds",
+        "--megascale-compact-seconds",
+        "compact at a step's end after so much time (default 0: never)",
+        metavar="SECONDS",
+        kind=float,
+    ),
+    Flag(
         "compute.cpu_products",
         "--megascale-cpu-products",
         "library of fp32 products on a CPU (default auto: oneDNN where the processor is not Intel's)",

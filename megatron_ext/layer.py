@@ -64,7 +64,7 @@ class MegaScaleMoELayer(MoELayer):
         experts = self.experts
         assert isinstance(experts, MegaScaleExperts)
         members = torch.distributed.get_process_group_ranks(groups.ep)
-        if len(members) == 1:
+        if len(members) == 1 and groups.expt_tp.size() == 1:
             runtime.warn_once(
                 "distributed.dispatcher=groups has no effect with --expert-model-parallel-size 1: every rank has all "
                 "experts, and no token travels; raise the one, or leave --megascale-dispatcher out"

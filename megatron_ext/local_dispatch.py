@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megascale_omni.experts.tokens import ComingCounts, rows_of_map
 from megatron_ext.experts import MegaScaleExperts
 
 
@@ -31,23 +32,25 @@ def takes_the_place_of(stock: MoETokenDispatcher) -> bool:
 class LocalTokenDispatcher(MoETokenDispatcher):
     """Takes the place of stock's dispatcher (see :func:`takes_the_place_of`); the layer asks it for the experts' sum.
 
-    Tokens ``[T, h]`` pass through: :meth:`compute` gives them to the experts with the index of their rows.
+    Tokens ``[T, h]`` pass through: :meth:`compute` gives them to the experts with the index of their rows. On an
+    accelerator the host waits once, for the numbers of tokens, which have been on their way since the router.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._shape: torch.Size | None = None
-        self._map_ET: torch.Tensor | None = None
+        self._routed: tuple[torch.Tensor, ComingCounts] | None = None
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps the routing; tokens ``[T, h]`` and the probabilities ``[N]`` of their rows."""
+        """Keeps the routing; tokens ``[T, h]`` and all probabilities ``[T, E]``."""
         self._shape = hidden_states.shape
-        self._map_ET = routing_map.bool().T.contiguous()
+        map_ET = routing_map.bool().T.contiguous()
+        self._routed = map_ET, ComingCounts(map_ET.sum(1))
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        return hidden_states.view(-1, hidden_states.shape[-1]), probs.T.contiguous().masked_select(self._map_ET)
+        return hidden_states.view(-1, hidden_states.shape[-1]), probs
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """They are here."""
@@ -55,13 +58,14 @@ class LocalTokenDispatcher(MoETokenDispatcher):
 
     def compute(self, experts: MegaScaleExperts, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """The sum ``[T, h]`` of each token's experts."""
-        assert self._map_ET is not None
+        assert self._routed is not None
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        map_ET, self._map_ET = self._map_ET, None
-        tokens_ET = torch.arange(map_ET.shape[1], device=map_ET.device).expand_as(map_ET)
-        index_N = tokens_ET.masked_select(map_ET)
-        return experts.compute(hidden_states, map_ET.sum(1).tolist(), probs, index_N)
+        (map_ET, coming), self._routed = self._routed, None
+        counts = coming.wait()
+        expert_N, index_N = rows_of_map(map_ET, sum(counts))
+        probs_N = probs.reshape(-1).index_select(0, index_N * map_ET.shape[0] + expert_N)
+        return experts.compute(hidden_states, counts, probs_N, index_N)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """They are here."""

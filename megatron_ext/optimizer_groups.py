@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megascale_omni.optimizer.paged_adam import GroupBinding
+from megascale_omni.ranks import all_or_none
 from megatron_ext.distributed import MegaScaleDDP
 from megatron_ext.experts import SOURCE, MegaScaleExperts
 from megatron_ext.optimizer_state import GroupPlaces
@@ -71,24 +71,24 @@ def bindings(
     Raises:
         ValueError: on every rank, where stock would put tensors of one module into different groups.
     """
+    weights, biases = all_or_none(lambda: _groups_of(groups))
+    experts = [module for chunk in model_chunks for module in chunk.paged_experts]
+    return {module: GroupBinding(weights[module], biases.get(module)) for module in experts if module in weights}
+
+
+def _groups_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[MegaScaleExperts, int], dict[MegaScaleExperts, int]]:
+    """By module, the groups of its weights and of its biases."""
     weights: dict[MegaScaleExperts, int] = {}
     biases: dict[MegaScaleExperts, int] = {}
-    problem: str | None = None
     for index, group in enumerate(groups):
         for module, name in (getattr(p, SOURCE) for p in group["params"] if hasattr(p, SOURCE)):
             target = biases if name.endswith(".bias") else weights
-            if target.setdefault(module, index) != index and problem is None:
-                problem = (
+            if target.setdefault(module, index) != index:
+                raise ValueError(
                     f"{module.path}: experts of one module cannot be in different parameter groups with --megascale; "
                     f"{name} is in another one than its siblings"
                 )
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise ValueError(found)
-    experts = [module for chunk in model_chunks for module in chunk.paged_experts]
-    return {module: GroupBinding(weights[module], biases.get(module)) for module in experts if module in weights}
+    return weights, biases
 
 
 def without_parameters(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:

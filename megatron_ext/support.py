@@ -48,7 +48,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("model", "gradient_accumulation_fusion", _set, "add --no-gradient-accumulation-fusion"),
     Refusal("model", "overlap_dispatch_backward_with_experts_wgrad", _set, "leave it out"),
     Refusal("model", "mtp_detach_heads", _set, "leave it out: its own gradient norm would not see experts"),
-    Refusal("model", "expert_tensor_parallel_size", _more_than_one, "use --expert-tensor-parallel-size 1"),
     Refusal("ddp", "use_megatron_fsdp", _set, "use the distributed optimizer (--use-distributed-optimizer)"),
     Refusal("ddp", "num_distributed_optimizer_instances", _more_than_one, "use one instance"),
     Refusal("ddp", "fp8_param_gather", _set, "leave it out"),
@@ -118,7 +117,7 @@ def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True, pag
 
     Raises:
         ValueError: as :func:`check`; also ``--megascale`` on a dense model, experts that expert parallelism cannot
-            divide or that tensor parallelism would cut, and layouts of checkpoints that pages do not have.
+            divide, what :func:`check_spread` refuses, and layouts of checkpoints that pages do not have.
         ``needs_experts``: whether nothing that was asked for has a use in a dense model. ``paged_checkpoints``:
             whether what is saved is of the project's own format.
     """
@@ -129,11 +128,8 @@ def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True, pag
         check(where, args)
     check_shared_out(args)
     cut = getattr(args, "tensor_model_parallel_size", None) or 1
-    if experts is not None and cut > 1 and getattr(args, "expert_tensor_parallel_size", None) is None:
-        raise ValueError(
-            f"--tensor-model-parallel-size {cut} would cut experts as well, which is not supported with --megascale; "
-            "add --expert-tensor-parallel-size 1"
-        )
+    if experts is not None:
+        check_spread(args)
     if experts is not None and cut > 1 and getattr(args, "add_bias_linear", False):
         raise ValueError(
             f"--tensor-model-parallel-size {cut} and experts with biases are not supported together with --megascale, "
@@ -149,6 +145,30 @@ def check_shared_out(args: argparse.Namespace) -> None:
     if experts is not None and experts % ranks:
         raise ValueError(
             f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {ranks}; change one of them"
+        )
+
+
+def check_spread(options: object) -> None:
+    """Refuses what stock computes wrongly where each expert's pages are spread over ranks (expert tensor parallelism).
+
+    Raises:
+        ValueError: with biases, which stock adds once a rank; without expert parallelism on as many ranks as tensor
+            parallelism does not have, where stock averages parts of experts that are not the same.
+    """
+    tensor = getattr(options, "tensor_model_parallel_size", None) or 1
+    spread = getattr(options, "expert_tensor_parallel_size", None) or tensor
+    if spread == 1:
+        return
+    if getattr(options, "add_bias_linear", False):
+        raise ValueError(
+            f"--expert-tensor-parallel-size {spread} and experts with biases are not supported together with "
+            "--megascale, because stock adds the bias of the down projection once for each of these ranks; add "
+            "--disable-bias-linear"
+        )
+    if spread != tensor and (getattr(options, "expert_model_parallel_size", None) or 1) == 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {spread} with --tensor-model-parallel-size {tensor} needs "
+            "--expert-model-parallel-size above 1: without it stock averages gradients of different parts of experts"
         )
 
 

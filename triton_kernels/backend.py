@@ -17,6 +17,7 @@ from megascale_omni.kernels.paged_activation_backward import launch_activation_b
 from megascale_omni.kernels.paged_fc1 import PageShape, launch_fc1
 from megascale_omni.kernels.paged_slice_sum import Matrix, launch_slice_sum
 from megascale_omni.kernels.paged_weight_gradient import launch_weight_gradient
+from megascale_omni.kernels.permute_rows import sum_by_token
 from megascale_omni.kernels.probs_gradient import launch_probs_gradient
 from megascale_omni.kernels.tiles import product_tiles
 from megascale_omni.kernels.wave import WaveItem, WaveTables, wave_tables
@@ -34,6 +35,7 @@ class TritonBackend:
     """See :class:`megascale_omni.experts.backends.Backend`. ``debug`` compiles the kernels' assertions in."""
 
     name = "triton"
+    by_index = True
 
     def __init__(self, device: torch.device, *, debug: bool = False) -> None:
         self.device = device
@@ -50,9 +52,10 @@ class TritonBackend:
         *,
         flat: torch.Tensor,
         y_Nh: torch.Tensor,
+        index_N: torch.Tensor | None = None,
     ) -> TritonForward:
         """See the protocol."""
-        return TritonForward(_Call(self, context, rows, x_Nh.dtype), x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
+        return TritonForward(_Call(self, context, rows, x_Nh.dtype, index_N), x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
 
     def backward(
         self,
@@ -63,22 +66,34 @@ class TritonBackend:
         needs: tuple[bool, bool],
         *,
         gx_Nh: torch.Tensor | None,
+        index_N: torch.Tensor | None = None,
     ) -> TritonBackward:
         """See the protocol."""
-        return TritonBackward(_Call(self, context, rows, gy_Nh.dtype), saved, gy_Nh, needs, gx_Nh=gx_Nh)
+        return TritonBackward(_Call(self, context, rows, gy_Nh.dtype, index_N), saved, gy_Nh, needs, gx_Nh=gx_Nh)
+
+    def sum_rows(self, rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See the protocol; the order of a sum does not depend on which program ran first."""
+        return sum_by_token(rows_Nh, index_N, num_tokens, debug=self.debug)
 
 
 class _Call:
     """What a forward and a backward have in common: shapes, tiles, tables, sums that waves cut."""
 
-    def __init__(self, backend: TritonBackend, context: ExpertsContext, rows: Rows, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        backend: TritonBackend,
+        context: ExpertsContext,
+        rows: Rows,
+        dtype: torch.dtype,
+        index_N: torch.Tensor | None,
+    ) -> None:
         layout = context.layout
         if dtype not in _DTYPES:
             raise ValueError(f"tokens: dtype {dtype}, the kernels have {', '.join(map(str, _DTYPES))}")
         weights = context.module.dtypes[Plane.WEIGHT]
         if weights is not dtype:
             raise ValueError(f"tokens: dtype {dtype}, the weights of this module have {weights}")
-        self.context, self.rows, self.dtype = context, rows, dtype
+        self.context, self.rows, self.dtype, self.index = context, rows, dtype, index_N
         self.debug = backend.debug
         self.shape = PageShape(layout.shape.hidden, context.activation, layout.shape.bias)
         self.tiles = product_tiles(dtype, backend.device)
@@ -108,6 +123,11 @@ class _Call:
         device = self.context.workspace.device
         chain_rows = self.tiles.slice_sum.m
         return wave_tables(items, last_slice=self.last, item_rows=item_rows, chain_rows=chain_rows, device=device)
+
+    def rows_of(self, tensor: torch.Tensor, expert: int) -> torch.Tensor:
+        """The rows of an expert of what is read by index."""
+        rows = self.rows.of(expert)
+        return tensor[rows] if self.index is None else tensor.index_select(0, self.index[rows])
 
     def take(self, name: str, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A flat scratch buffer."""
@@ -161,7 +181,7 @@ class TritonForward:
         launch_fc1(
             x=self._x,
             probs=self._probs,
-            index=None,
+            index=call.index,
             pre=self._flat,
             activated=activated,
             wave=tables,
@@ -210,6 +230,7 @@ class TritonBackward:
             partials = call.take("partials", n_tiles * tables.rows, torch.float32).view(n_tiles, tables.rows)
         launch_activation_backward(
             grad_y=self._gy,
+            index=call.index,
             probs=self._probs,
             pre=self._flat,
             activated=activated,
@@ -241,12 +262,12 @@ class TritonBackward:
             launch_weight_gradient(
                 left=left,
                 right=right,
-                index=None,
+                index=call.index,
                 gradient=call.context.module.dtypes[Plane.GRADIENT],
                 wave=tables,
                 shape=call.shape,
                 matrix=matrix,
-                tile=call.tiles.weight_gradient,
+                tile=call.tiles.weight_gradient if call.index is None else call.tiles.weight_gradient_by_index,
                 rounded=call.context.rounds_gradients,
                 debug=call.debug,
             )
@@ -266,7 +287,7 @@ class TritonBackward:
             if page.fc1_bias_R is not None:
                 _put(call.context.bias_sum(block_nR), out=page.fc1_bias_R, store=store)
             if page.down_bias_h is not None:
-                gy_nh = self._gy[rows]
+                gy_nh = call.rows_of(self._gy, expert)
                 scaled = gy_nh if self._probs is None else gy_nh * self._probs[rows].unsqueeze(-1)
                 _put(call.context.bias_sum(scaled, rounded_to=call.dtype), out=page.down_bias_h, store=store)
 
@@ -276,7 +297,7 @@ class TritonBackward:
         assert self._probs is not None
         for expert, bias_h in self._down_biases.whole(wave):
             rows = self._call.rows.of(expert)
-            gy_nh = self._gy[rows].to(torch.promote_types(self._probs.dtype, self._gy.dtype))
+            gy_nh = self._call.rows_of(self._gy, expert).to(torch.promote_types(self._probs.dtype, self._gy.dtype))
             self.gprobs_N[rows].add_((gy_nh * bias_h).sum(-1))
 
 

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.checks import require
-from megascale_omni.kernels.segments import blocks_of, require_flat, same_device, upload
+from megascale_omni.kernels.segments import (
+    all_aligned,
+    blocks_of,
+    count_at,
+    pointer_to,
+    require_flat,
+    same_device,
+    upload,
+)
 
 BLOCK = 2048
 
@@ -28,13 +36,10 @@ def bf16_wire(
     """
     number = tl.program_id(0)
     row = segments + 3 * tl.load(blocks + 2 * number)
-    at = tl.load(blocks + 2 * number + 1) + tl.arange(0, BLOCK)
-    address = tl.load(row)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    g_at = address.to(tl.pointer_type(tl.float32)) + at
-    w_at = wire + tl.load(row + 2) + at
-    mask = at < tl.load(row + 1)
+    at = count_at(blocks + 2 * number + 1, ALIGNED) + tl.arange(0, BLOCK)
+    g_at = pointer_to(tl.load(row), tl.float32, ALIGNED) + at
+    w_at = wire + count_at(row + 2, ALIGNED) + at
+    mask = at < count_at(row + 1, ALIGNED)
     if PACK:
         tl.store(w_at, tl.load(g_at, mask=mask, other=0.0).to(tl.bfloat16), mask=mask)
     else:
@@ -66,7 +71,7 @@ def _launch(gradients: Sequence[torch.Tensor], wire: torch.Tensor, *, pack: bool
     table = np.stack([np.asarray([g.data_ptr() for g in gradients], dtype=np.int64), numels, starts], axis=1)
     blocks = blocks_of(numels, BLOCK)
     if len(blocks):
-        aligned = not (table[:, 0] % 16).any() and not (starts % 8).any()
+        aligned = all_aligned(table)
         bf16_wire[(len(blocks),)](
             upload(table, device), upload(blocks, device), wire, PACK=pack, ADD=add, ALIGNED=aligned, BLOCK=BLOCK
         )

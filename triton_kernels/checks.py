@@ -62,3 +62,13 @@ def require_address(name: str, address: int) -> None:
         raise ValueError(f"{name}: address 0, the page is not resident")
     if address % ALIGNMENT:
         raise ValueError(f"{name}: address {address:#x}, must be a multiple of {ALIGNMENT} bytes")
+
+
+def require_offsets(name: str, *extents: int) -> None:
+    """Refuses a page or a tile in which an element's number does not fit 32 bits. Raises ValueError.
+
+    Kernels count within a page and a tile in 32 bits, and everything that grows with tokens or pages in 64.
+    """
+    elements = max(extents)
+    if elements >= 1 << 31:
+        raise ValueError(f"{name}: {elements} elements, kernels count less than {1 << 31} in a page or a tile")

@@ -9,7 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_omni.kernels.segments import blocks_of, require_flat, same_device, upload
+from megascale_omni.kernels.segments import (
+    all_aligned,
+    blocks_of,
+    count_at,
+    pointer_to,
+    require_flat,
+    same_device,
+    upload,
+)
 
 BLOCK = 1024
 CHUNK = 16 * BLOCK
@@ -31,11 +39,9 @@ def gradient_statistics(
         module is cut by more than their last bits. A program is one chunk of CHUNK elements.
     """
     number = tl.program_id(0)
-    segment, start = tl.load(chunks + 2 * number), tl.load(chunks + 2 * number + 1)
-    address, numel = tl.load(segments + 2 * segment), tl.load(segments + 2 * segment + 1)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    g_at = address.to(tl.pointer_type(GRADIENT)) + start
+    segment, start = tl.load(chunks + 2 * number), count_at(chunks + 2 * number + 1, ALIGNED)
+    numel = count_at(segments + 2 * segment + 1, ALIGNED)
+    g_at = pointer_to(tl.load(segments + 2 * segment), GRADIENT, ALIGNED) + start
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     absolute = tl.zeros((BLOCK,), dtype=tl.float64)
     squares = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -112,7 +118,7 @@ def statistics_of_groups(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tens
             upload(chunks, device),
             partials,
             GRADIENT=_DTYPES[dtype],
-            ALIGNED=not (table[:, 0] % 16).any(),
+            ALIGNED=all_aligned(table),
             CHUNK=CHUNK,
             BLOCK=BLOCK,
         )

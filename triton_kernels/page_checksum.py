@@ -10,13 +10,21 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.checks import require_address
-from megascale_omni.kernels.segments import blocks_of, require_flat, same_device, upload
+from megascale_omni.kernels.segments import (
+    all_aligned,
+    blocks_of,
+    count_at,
+    pointer_to,
+    require_flat,
+    same_device,
+    upload,
+)
 
 BLOCK = 2048
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages", "blocks"])
-def page_checksum(pages, blocks, out, BLOCK: tl.constexpr):
+def page_checksum(pages, blocks, out, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Two sums over a page's words, the second of which sees their order.
 
     Formula: s1 = sum_i w_i, s2 = sum_i (i + 1) w_i, both modulo 2^64 (Fletcher's idea).
@@ -25,12 +33,12 @@ def page_checksum(pages, blocks, out, BLOCK: tl.constexpr):
         program is BLOCK words of one page.
     """
     number = tl.program_id(0)
-    page, start = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
+    page, start = tl.load(blocks + 2 * number), count_at(blocks + 2 * number + 1, ALIGNED)
     address = tl.load(pages + 2 * page)
     tl.device_assert(address != 0, "a page that is not resident is read")
     at = start + tl.arange(0, BLOCK)
-    source = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32))
-    w = tl.load(source + at, mask=at < tl.load(pages + 2 * page + 1), other=0).to(tl.int64) & 0xFFFFFFFF
+    mask = at < count_at(pages + 2 * page + 1, ALIGNED)
+    w = tl.load(pointer_to(address, tl.int32, True) + at, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
     tl.atomic_add(out + 2 * page, tl.sum(w, axis=0), sem="relaxed")
     tl.atomic_add(out + 2 * page + 1, tl.sum(w * (at + 1), axis=0), sem="relaxed")
 
@@ -56,5 +64,6 @@ def page_checksums(pages: Sequence[torch.Tensor]) -> torch.Tensor:
     blocks = blocks_of(table[:, 1], BLOCK)
     out = torch.zeros(len(pages), 2, dtype=torch.int64, device=device)
     if len(blocks):
-        page_checksum[(len(blocks),)](upload(table, device), upload(blocks, device), out, BLOCK=BLOCK)
+        aligned = all_aligned(table)
+        page_checksum[(len(blocks),)](upload(table, device), upload(blocks, device), out, ALIGNED=aligned, BLOCK=BLOCK)
     return out

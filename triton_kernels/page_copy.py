@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.checks import require, require_address
-from megascale_omni.kernels.segments import require_flat, same_device, upload
+from megascale_omni.kernels.segments import pointer_to, require_flat, same_device, upload
 
 BLOCK = 4096
 
@@ -28,9 +28,8 @@ def page_copy(addresses, words, BLOCK: tl.constexpr):
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source, target = tl.load(row), tl.load(row + 1)
     tl.device_assert((source != 0) & (target != 0), "a page that is not resident is copied")
-    source_at = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int32)) + at
-    target_at = tl.multiple_of(target, 16).to(tl.pointer_type(tl.int32)) + at
-    tl.store(target_at, tl.load(source_at, mask=at < words), mask=at < words)
+    value = tl.load(pointer_to(source, tl.int32, True) + at, mask=at < words)
+    tl.store(pointer_to(target, tl.int32, True) + at, value, mask=at < words)
 
 
 def copy_pages(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from megascale_omni.kernels.activations import act, act_backward, gated, gated_backward, rounded
 from megascale_omni.kernels.checks import require
-from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of
-from megascale_omni.kernels.tiles import TileConfig
+from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of, source_of
+from megascale_omni.kernels.segments import pointer_to
+from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
 COLUMNS = tl.constexpr(ITEM_COLUMNS)
@@ -18,6 +19,7 @@ COLUMNS = tl.constexpr(ITEM_COLUMNS)
 @triton.jit(do_not_specialize_on_alignment=["items", "tiles"])
 def paged_activation_backward(
     grad_y,
+    index,
     probs,
     pre,
     activated,
@@ -27,11 +29,15 @@ def paged_activation_backward(
     tiles,
     hidden,
     wave_rows,
+    sources,
+    row_tiles,
+    columns,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
     CLAMP: tl.constexpr,
     OFFSET: tl.constexpr,
+    INDEX: tl.constexpr,
     PROBS: tl.constexpr,
     ACTIVATED: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -41,16 +47,17 @@ def paged_activation_backward(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Gradients of the pre-activations of every page of a wave, the activations again, partial sums for the probs.
 
-    Formula: g = dy Wd^T;  dh = act'(h) (probs g);  a = probs act(h);  dprobs = sum over r of act(h) g.
-    Shapes: dy [N, hidden], Wd [r, hidden] a page, h and dh [n, M' r], a [n, r],
-        partials [tiles of r, rows of the wave].
+    Formula: g = dy[index] Wd^T;  dh = act'(h) (probs g);  a = probs act(h);  dprobs = sum over r of act(h) g.
+    Shapes: dy [sources, hidden], index [N] (rows of dy; none: the rows themselves), Wd [r, hidden] a page,
+        h and dh [n, M' r], a [n, r], partials [tiles of r, rows of the wave].
     Layout: h lies in the flat pre-activations, dh and a in the page's block of the wave. Every tile of r writes its own
         row of partials, which are added up in a fixed order later. A program is one tile of n x r.
     """
-    tile, n_tile = tl.program_id(0), tl.program_id(1)
+    tile, n_tile = tile_of(tl.program_id(0), row_tiles, columns, GROUP)
     n0 = n_tile * BN
     row = items + tl.load(tiles + 2 * tile) * COLUMNS
     m0 = tl.load(tiles + 2 * tile + 1)
@@ -61,18 +68,25 @@ def paged_activation_backward(
     WIDE: tl.constexpr = 2 if GATED else 1
     address = tl.load(row)
     tl.device_assert(address != 0, "a page that is not resident is read")
-    page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+    page = pointer_to(address, DTYPE, True)
     token = tl.load(row + 1) + m0
     rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     in_m, in_n = rm < tl.load(row + 2).to(tl.int32) - m0, rn < neurons - n0
-    g_at = grad_y + token * hidden + (rm[:, None] * hidden + rk[None, :])
+    in_g = in_m
+    if INDEX:
+        source, in_g = source_of(index, token, rm, in_m, sources)
+        g_at = grad_y + source[:, None] * hidden + rk[None, :]
+    else:
+        g_at = grad_y + token * hidden + (rm[:, None] * hidden + rk[None, :])
     w_at = page + (WIDE * neurons + n0) * hidden + (rn[None, :] * hidden + rk[:, None])
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, hidden, BK):
         in_k = rk < hidden - k
-        a = tl.load(g_at + k, mask=in_m[:, None] & in_k[None, :], other=0.0)
+        a = tl.load(g_at + k, mask=in_g[:, None] & in_k[None, :], other=0.0)
         b = tl.load(w_at + k, mask=in_k[:, None] & in_n[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
+    if INDEX:
+        total = tl.where(in_g[:, None], total, float("nan"))
     grad = rounded(total, DTYPE)
     mask = in_m[:, None] & in_n[None, :]
     before = m0.to(tl.int64) * neurons
@@ -115,6 +129,7 @@ def paged_activation_backward(
 def launch_activation_backward(
     *,
     grad_y: torch.Tensor,
+    index: torch.Tensor | None,
     probs: torch.Tensor | None,
     pre: torch.Tensor,
     activated: torch.Tensor | None,
@@ -131,7 +146,11 @@ def launch_activation_backward(
     """
     device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
     wave.require_tiles("tile", tile.m)
-    require("grad_y", grad_y, dtype=floats, device=device, shape=(None, shape.hidden), rows=wave.tokens)
+    shape.require_offsets(wave, tile)
+    tokens = wave.tokens if index is None else 0
+    require("grad_y", grad_y, dtype=floats, device=device, shape=(None, shape.hidden), rows=tokens)
+    if index is not None:
+        require("index", index, dtype=(torch.int32, torch.int64), device=device, shape=(None,), rows=wave.tokens)
     require("pre", pre, dtype=grad_y.dtype, device=device, least=shape.wide * wave.flat)
     require("grad_pre", grad_pre, dtype=grad_y.dtype, device=device, least=shape.wide * wave.block)
     if probs is not None:
@@ -143,8 +162,10 @@ def launch_activation_backward(
         require("partials", partials, dtype=torch.float32, device=device, shape=(n_tiles, wave.rows))
     if not wave.rows:
         return
-    paged_activation_backward[(wave.tiles.shape[0], n_tiles)](
+    row_tiles = wave.tiles.shape[0]
+    paged_activation_backward[(row_tiles * n_tiles,)](
         grad_y,
+        index,
         probs,
         pre,
         activated,
@@ -154,7 +175,11 @@ def launch_activation_backward(
         wave.tiles,
         shape.hidden,
         wave.rows,
+        grad_y.shape[0],
+        row_tiles,
+        n_tiles,
         **shape.constants(),
+        INDEX=index is not None,
         PROBS=probs is not None,
         ACTIVATED=activated is not None,
         PARTIALS=partials is not None,
@@ -164,6 +189,7 @@ def launch_activation_backward(
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
+        GROUP=GROUP,
         debug=debug,
         **tile.launch,
     )

@@ -10,7 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_omni.kernels.segments import all_aligned, blocks_of, require_flat, same_device, upload
+from megascale_omni.kernels.segments import (
+    all_aligned,
+    blocks_of,
+    count_at,
+    pointer_to,
+    require_flat,
+    same_device,
+    upload,
+)
 from megascale_omni.optimizer.arithmetic import StepScalars
 from megascale_omni.optimizer.history import StepRecord
 
@@ -48,20 +56,20 @@ def paged_adam(
     """
     number = tl.program_id(0)
     row = segments + tl.load(blocks + 2 * number) * COLUMNS
-    start = tl.load(blocks + 2 * number + 1)
+    start = count_at(blocks + 2 * number + 1, ALIGNED)
     at = tl.arange(0, BLOCK)
-    mask = at < tl.load(row + 5) - start
+    mask = at < count_at(row + 5, ALIGNED) - start
     moments = tl.load(row + 1) != 0
-    p_at = _pointer(tl.load(row), tl.float32, ALIGNED) + start + at
-    m_at = _pointer(tl.load(row + 1), tl.float32, ALIGNED) + start + at
-    v_at = _pointer(tl.load(row + 2), tl.float32, ALIGNED) + start + at
+    p_at = pointer_to(tl.load(row), tl.float32, ALIGNED) + start + at
+    m_at = pointer_to(tl.load(row + 1), tl.float32, ALIGNED) + start + at
+    v_at = pointer_to(tl.load(row + 2), tl.float32, ALIGNED) + start + at
     p = tl.load(p_at, mask=mask, other=0.0)
     m = tl.load(m_at, mask=mask & moments, other=0.0)
     v = tl.load(v_at, mask=mask & moments, other=0.0)
     gradient = tl.zeros((BLOCK,), dtype=tl.float32)
     if GRADIENT is not None:
         given = tl.load(row + 3)
-        g_at = _pointer(given, GRADIENT, ALIGNED) + start + at
+        g_at = pointer_to(given, GRADIENT, ALIGNED) + start + at
         gradient = tl.load(g_at, mask=mask & (given != 0), other=0.0).to(tl.float32)
         if CLIP:
             gradient = gradient * clip
@@ -86,14 +94,7 @@ def paged_adam(
     tl.store(v_at, v, mask=mask & moments)
     if WEIGHT is not None:
         weight = tl.load(row + 4)
-        tl.store(_pointer(weight, WEIGHT, ALIGNED) + start + at, p.to(WEIGHT), mask=mask & (weight != 0))
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(DTYPE))
+        tl.store(pointer_to(weight, WEIGHT, ALIGNED) + start + at, p.to(WEIGHT), mask=mask & (weight != 0))
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float
         CLIP=clip is not None,
         GRADIENT=_one_dtype("g", [s.g for s in segments]),
         WEIGHT=_one_dtype("weight", [s.weight for s in segments]),
-        ALIGNED=all_aligned(table[:, :5]),
+        ALIGNED=all_aligned(table[:, :6]),
         BLOCK=BLOCK,
         num_warps=4,
         enable_fp_fusion=False,  # a multiplication that is followed by an addition rounds twice, as torch's do

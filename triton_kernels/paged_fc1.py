@@ -10,8 +10,9 @@ import triton.language as tl
 
 from megascale_omni.experts.activation import Activation
 from megascale_omni.kernels.activations import act, gated, rounded
-from megascale_omni.kernels.checks import require
-from megascale_omni.kernels.tiles import TileConfig
+from megascale_omni.kernels.checks import require, require_offsets
+from megascale_omni.kernels.segments import pointer_to
+from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
 COLUMNS = tl.constexpr(ITEM_COLUMNS)
@@ -35,6 +36,15 @@ def block_of(row, COLUMN: tl.constexpr, DIVISIBLE: tl.constexpr):
     return block
 
 
+@triton.jit
+def source_of(index, first, rm, in_m, sources):
+    """Which of ``sources`` rows each row of a tile is, and where there is one; debug builds trap where none is."""
+    source = tl.load(index + first + rm, mask=in_m, other=0).to(tl.int64)
+    known = (source >= 0) & (source < sources)
+    tl.device_assert(known, "index: a row that does not exist is read")
+    return source, in_m & known
+
+
 @triton.jit(do_not_specialize_on_alignment=["items", "tiles"])
 def paged_fc1(
     x,
@@ -45,6 +55,9 @@ def paged_fc1(
     items,
     tiles,
     hidden,
+    sources,
+    row_tiles,
+    columns,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -59,16 +72,19 @@ def paged_fc1(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Pre-activations and activations of every page of a wave.
 
     Formula: h = x[index] W1^T + b1;  a = act(h) * probs  (gated: h = gate | up, act(gate) * up).
-    Shapes: x [N', hidden], index [N] (rows of x; none: the rows themselves), probs [N], W1 [M' r, hidden] a page
-        (M' = 2 gated, 1 not), h [n, M' r], a [n, r] for the n tokens of the page's expert.
+    Shapes: x [sources, hidden], index [N] (rows of x; none: the rows themselves), probs [N], W1 [M' r, hidden] a page
+        (M' = 2 gated, 1 not), h [n, M' r], a [n, r] for the n tokens of the page's expert. What the index says and
+        ``x`` does not have is NaN.
     Layout: W1 is the head of a page, b1 follows the matrices; h goes to the page's block of the flat
         pre-activations, a to its block of the wave, both row-major. A program is one tile of n x r.
     """
-    tile, n0 = tl.program_id(0), tl.program_id(1) * BN
+    tile, n_tile = tile_of(tl.program_id(0), row_tiles, columns, GROUP)
+    n0 = n_tile * BN
     item = tl.load(tiles + 2 * tile)
     m0 = tl.load(tiles + 2 * tile + 1)
     row = items + item * COLUMNS
@@ -78,12 +94,13 @@ def paged_fc1(
     DTYPE: tl.constexpr = x.dtype.element_ty
     address = tl.load(row)
     tl.device_assert(address != 0, "a page that is not resident is read")
-    page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+    page = pointer_to(address, DTYPE, True)
     rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     in_m, in_n = rm < tl.load(row + 2).to(tl.int32) - m0, rn < neurons - n0
     token = tl.load(row + 1) + m0
+    in_x = in_m
     if INDEX:
-        source = tl.load(index + token + rm, mask=in_m, other=0).to(tl.int64)
+        source, in_x = source_of(index, token, rm, in_m, sources)
         x_at = x + source[:, None] * hidden + rk[None, :]
     else:
         x_at = x + token * hidden + (rm[:, None] * hidden + rk[None, :])
@@ -93,13 +110,15 @@ def paged_fc1(
     second = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, hidden, BK):
         in_k = rk < hidden - k
-        a = tl.load(x_at + k, mask=in_m[:, None] & in_k[None, :], other=0.0)
+        a = tl.load(x_at + k, mask=in_x[:, None] & in_k[None, :], other=0.0)
         b_mask = in_k[:, None] & in_n[None, :]
         first = tl.dot(a, tl.load(w_at + k, mask=b_mask, other=0.0), first, input_precision=PRECISION)
         if GATED:
             b = tl.load(w_at + up_from + k, mask=b_mask, other=0.0)
             second = tl.dot(a, b, second, input_precision=PRECISION)
     WIDE: tl.constexpr = 2 if GATED else 1
+    if INDEX:
+        first = tl.where(in_x[:, None], first, float("nan"))
     first = rounded(first, DTYPE)
     second = rounded(second, DTYPE)
     if BIAS:
@@ -137,6 +156,12 @@ class PageShape:
         """Rows of the first product a neuron: 2 where gated, else 1."""
         return 2 if self.activation.gated else 1
 
+    def require_offsets(self, wave: WaveTables, tile: TileConfig) -> None:
+        """Refuses pages and tiles that are too large to count in 32 bits. Raises ValueError."""
+        numel = (self.wide + 1) * wave.neurons * self.hidden + self.wide * wave.neurons + self.hidden
+        longest = max(self.hidden, self.wide * wave.neurons)
+        require_offsets("page", numel, max(tile.m, tile.n, tile.k) * longest)
+
     def constants(self) -> dict[str, object]:
         """The activation as constants of a kernel."""
         kind = self.activation
@@ -172,6 +197,7 @@ def launch_fc1(
     """
     device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
     wave.require_tiles("tile", tile.m)
+    shape.require_offsets(wave, tile)
     tokens = wave.tokens if index is None else 0
     require("x", x, dtype=floats, device=device, shape=(None, shape.hidden), rows=tokens)
     require("activated", activated, dtype=x.dtype, device=device, least=wave.block)
@@ -183,7 +209,8 @@ def launch_fc1(
         require("probs", probs, dtype=floats, device=device, shape=(None,), rows=wave.tokens)
     if not wave.rows:
         return
-    paged_fc1[(wave.tiles.shape[0], triton.cdiv(wave.neurons, tile.n))](
+    row_tiles, columns = wave.tiles.shape[0], triton.cdiv(wave.neurons, tile.n)
+    paged_fc1[(row_tiles * columns,)](
         x,
         index,
         probs,
@@ -192,6 +219,9 @@ def launch_fc1(
         wave.items,
         wave.tiles,
         shape.hidden,
+        x.shape[0],
+        row_tiles,
+        columns,
         **shape.constants(),
         BIAS=shape.bias,
         INDEX=index is not None,
@@ -202,6 +232,7 @@ def launch_fc1(
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
+        GROUP=GROUP,
         debug=debug,
         **tile.launch,
     )

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of
-from megascale_omni.kernels.tiles import TileConfig
+from megascale_omni.kernels.segments import pointer_to
+from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import CHAIN_COLUMNS, ITEM_COLUMNS, WaveTables
 
 COLUMNS = tl.constexpr(ITEM_COLUMNS)
@@ -29,6 +30,8 @@ def paged_slice_sum(
     chains,
     tiles,
     hidden,
+    row_tiles,
+    columns,
     WIDE: tl.constexpr,
     SKIP: tl.constexpr,
     DIVISIBLE: tl.constexpr,
@@ -36,6 +39,7 @@ def paged_slice_sum(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """The sum over the pages of every expert of a wave, in slice order.
 
@@ -45,7 +49,8 @@ def paged_slice_sum(
     Layout: left_s is the page's block of the wave, row-major; W_s begins SKIP r hidden elements into the page (SKIP 0:
         gate | up rows, 2 or 1: down rows). A program is one tile of n x hidden and walks the expert's pages.
     """
-    tile, n0 = tl.program_id(0), tl.program_id(1) * BN
+    tile, n_tile = tile_of(tl.program_id(0), row_tiles, columns, GROUP)
+    n0 = n_tile * BN
     chain = chains + tl.load(tiles + 2 * tile) * CHAIN
     m0 = tl.load(tiles + 2 * tile + 1)
     first, count = tl.load(chain).to(tl.int32), tl.load(chain + 1).to(tl.int32)
@@ -62,7 +67,7 @@ def paged_slice_sum(
         row = items + number * COLUMNS
         address = tl.load(row)
         tl.device_assert(address != 0, "a page that is not resident is read")
-        page = tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+        page = pointer_to(address, DTYPE, True)
         neurons = neurons_of(row, DIVISIBLE)
         width = WIDE * neurons
         a_from = left + WIDE * (block_of(row, 5, DIVISIBLE) + m0.to(tl.int64) * neurons)
@@ -99,6 +104,7 @@ def launch_slice_sum(
     """
     device, wide = wave.items.device, 1 if matrix == "down" else shape.wide
     wave.require_tiles("tile", tile.m, of_chains=True)
+    shape.require_offsets(wave, tile)
     floats = (torch.float32, torch.bfloat16, torch.float16)
     require("left", left, dtype=floats, device=device, least=wide * wave.block)
     require("out", out, dtype=left.dtype, device=device, shape=(None, shape.hidden), rows=wave.tokens)
@@ -108,7 +114,8 @@ def launch_slice_sum(
         raise ValueError("carried_in and carried_out: one buffer; sums of two experts would meet in it")
     if not wave.rows:
         return
-    paged_slice_sum[(wave.chain_tiles.shape[0], triton.cdiv(shape.hidden, tile.n))](
+    row_tiles, columns = wave.chain_tiles.shape[0], triton.cdiv(shape.hidden, tile.n)
+    paged_slice_sum[(row_tiles * columns,)](
         left,
         out,
         carried_in,
@@ -117,6 +124,8 @@ def launch_slice_sum(
         wave.chains,
         wave.chain_tiles,
         shape.hidden,
+        row_tiles,
+        columns,
         WIDE=wide,
         SKIP=shape.wide if matrix == "down" else 0,
         DIVISIBLE=wave.divisible,
@@ -124,6 +133,7 @@ def launch_slice_sum(
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
+        GROUP=GROUP,
         debug=debug,
         **tile.launch,
     )

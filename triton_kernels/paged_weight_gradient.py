@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.checks import require
-from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of
+from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of, source_of
 from megascale_omni.kernels.paged_slice_sum import Matrix
-from megascale_omni.kernels.tiles import TileConfig
+from megascale_omni.kernels.segments import pointer_to
+from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
 COLUMNS = tl.constexpr(ITEM_COLUMNS)
@@ -25,7 +26,10 @@ def paged_weight_gradient(
     index,
     items,
     hidden,
+    sources,
+    num_items,
     row_tiles,
+    columns,
     GRADIENT: tl.constexpr,
     WIDE: tl.constexpr,
     SKIP: tl.constexpr,
@@ -36,17 +40,19 @@ def paged_weight_gradient(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """The weight gradient of every page of a wave, stored in its gradient page or added to it.
 
     Formula: dW (+)= round(left^T right[index]), rounded to the operands' dtype (unless not ROUNDED), added in the
         page's dtype.
-    Shapes: left [n, WIDE r] a page, right [N', hidden], index [N] (rows of right; none: the rows themselves),
+    Shapes: left [n, WIDE r] a page, right [sources, hidden], index [N] (rows of right; none: the rows themselves),
         dW [WIDE r, hidden].
     Layout: left is the page's block of the wave; dW begins SKIP r hidden elements into the gradient page, of dtype
         GRADIENT. Tokens are summed in ascending order. A program is one tile of r x hidden.
     """
-    number, m0 = tl.program_id(0) // row_tiles, (tl.program_id(0) % row_tiles) * BM
+    tile, n_tile = tile_of(tl.program_id(0), num_items * row_tiles, columns, GROUP)
+    number, m0 = tile // row_tiles, (tile % row_tiles) * BM
     row = items + number * COLUMNS
     neurons = neurons_of(row, DIVISIBLE)
     width = WIDE * neurons
@@ -57,9 +63,9 @@ def paged_weight_gradient(
     fresh = flagged % 16
     address = flagged - fresh
     tl.device_assert(address != 0, "a gradient page that is not resident is written")
-    page = tl.multiple_of(address, 16).to(tl.pointer_type(GRADIENT))
+    page = pointer_to(address, GRADIENT, True)
     rows = tl.load(row + 2).to(tl.int32)
-    n0 = tl.program_id(1) * BN
+    n0 = n_tile * BN
     rm, rn, rk = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     in_m, in_n = rm < width - m0, rn < hidden - n0
     token = tl.load(row + 1)
@@ -69,7 +75,7 @@ def paged_weight_gradient(
     for k in range(0, rows, BK):
         in_k = rk < rows - k
         if INDEX:
-            source = tl.load(index + token + k + rk, mask=in_k, other=0).to(tl.int64)
+            source, in_k = source_of(index, token + k, rk, in_k, sources)
             r_at = right + n0 + source[:, None] * hidden + rn[None, :]
         a = tl.load(l_at, mask=in_m[:, None] & in_k[None, :], other=0.0)
         b = tl.load(r_at, mask=in_k[:, None] & in_n[None, :], other=0.0)
@@ -105,6 +111,7 @@ def launch_weight_gradient(
     """
     device, floats = wave.items.device, (torch.float32, torch.bfloat16, torch.float16)
     wide = 1 if matrix == "down" else shape.wide
+    shape.require_offsets(wave, tile)
     require("left", left, dtype=floats, device=device, least=wide * wave.block)
     tokens = wave.tokens if index is None else 0
     require("right", right, dtype=left.dtype, device=device, shape=(None, shape.hidden), rows=tokens)
@@ -117,13 +124,17 @@ def launch_weight_gradient(
     if not wave.num_items:
         return
     row_tiles = triton.cdiv(wide * wave.neurons, tile.m)
-    paged_weight_gradient[(wave.num_items * row_tiles, triton.cdiv(shape.hidden, tile.n))](
+    columns = triton.cdiv(shape.hidden, tile.n)
+    paged_weight_gradient[(wave.num_items * row_tiles * columns,)](
         left,
         right,
         index,
         wave.items,
         shape.hidden,
+        right.shape[0],
+        wave.num_items,
         row_tiles,
+        columns,
         GRADIENT=_DTYPES[gradient],
         WIDE=wide,
         SKIP=shape.wide if matrix == "down" else 0,
@@ -134,6 +145,7 @@ def launch_weight_gradient(
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
+        GROUP=GROUP,
         debug=debug,
         **tile.launch,
     )

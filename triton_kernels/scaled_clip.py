@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.checks import require
-from megascale_omni.kernels.segments import blocks_of, require_flat, same_device, upload
+from megascale_omni.kernels.segments import (
+    all_aligned,
+    blocks_of,
+    count_at,
+    pointer_to,
+    require_flat,
+    same_device,
+    upload,
+)
 
 BLOCK = 2048
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -29,12 +37,9 @@ def scaled_clip(segments, blocks, coefficients, GRADIENT: tl.constexpr, ALIGNED:
     coefficient = tl.load(coefficients + tl.load(row + 2))
     if coefficient == 1.0:
         return
-    at = tl.load(blocks + 2 * number + 1) + tl.arange(0, BLOCK)
-    address = tl.load(row)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    g_at = address.to(tl.pointer_type(GRADIENT)) + at
-    mask = at < tl.load(row + 1)
+    at = count_at(blocks + 2 * number + 1, ALIGNED) + tl.arange(0, BLOCK)
+    g_at = pointer_to(tl.load(row), GRADIENT, ALIGNED) + at
+    mask = at < count_at(row + 1, ALIGNED)
     g = tl.load(g_at, mask=mask, other=0.0).to(tl.float32) * coefficient
     tl.store(g_at, g.to(GRADIENT), mask=mask)
 
@@ -62,6 +67,6 @@ def scale_groups(groups: Sequence[Sequence[torch.Tensor]], coefficients: torch.T
             upload(blocks, device),
             coefficients,
             GRADIENT=_DTYPES[dtype],
-            ALIGNED=not (table[:, 0] % 16).any(),
+            ALIGNED=all_aligned(table[:, :2]),
             BLOCK=BLOCK,
         )

@@ -10,8 +10,33 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from megascale_omni.kernels.checks import ALIGNMENT, require_reachable
+
+MULTIPLE = tl.constexpr(ALIGNMENT)
+
+
+@triton.jit
+def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer from a table. What is said of it, not of the number, lets the compiler read whole words, and ahead."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, MULTIPLE)
+    return pointer
+
+
+@triton.jit
+def count_at(place, ALIGNED: tl.constexpr):
+    """A number from a table that is a multiple of 16 where all is aligned: so are a block's begin and its mask.
+
+    Loaded here: what is said of an argument is forgotten where a function is inlined.
+    """
+    number = tl.load(place)
+    if ALIGNED:
+        number = tl.multiple_of(number, MULTIPLE)
+    return number
 
 
 def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -49,6 +74,9 @@ def require_flat(name: str, tensor: torch.Tensor, *, dtypes: Sequence[torch.dtyp
         raise ValueError(f"{name}: {tensor.numel()} elements, must be {numel}")
 
 
-def all_aligned(table: np.ndarray) -> bool:
-    """Whether all addresses (0 for none) are multiples of ``ALIGNMENT``: whole words can be read."""
-    return not (table % ALIGNMENT).any()
+def all_aligned(*numbers: np.ndarray) -> bool:
+    """Whether all addresses (0 for none), numbers of elements and places are multiples of ``ALIGNMENT``.
+
+    Then kernels read and write whole words; the results are the same.
+    """
+    return not any((table % ALIGNMENT).any() for table in numbers)

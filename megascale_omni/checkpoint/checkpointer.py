@@ -16,10 +16,9 @@ from megascale_omni.checkpoint.filesystem import FileSystem, LocalFileSystem
 from megascale_omni.checkpoint.manifest import FileRecord
 from megascale_omni.checkpoint.opening import Opened, load_state, open_newest
 from megascale_omni.checkpoint.pages import ExpertsPiece
-from megascale_omni.checkpoint.ranks import Ranks, SingleRank, described, first_of
 from megascale_omni.checkpoint.request import DENSE_MPU, EXPERTS_MPU, RankState, SaveError, SaveRequest, mpu_folder
 from megascale_omni.checkpoint.snapshot import Snapshot
-from megascale_omni.checkpoint.store import Store
+from megascale_omni.checkpoint.store import Found, Store
 from megascale_omni.checkpoint.writing import (
     Base,
     Part,
@@ -33,6 +32,7 @@ from megascale_omni.checkpoint.writing import (
     needs_of,
     plan_files,
 )
+from megascale_omni.ranks import Ranks, SingleRank, described, first_of
 
 __all__ = ["Checkpointer", "Opened", "RankState", "SaveError", "SaveRequest", "writes_announced"]
 
@@ -105,6 +105,11 @@ class Checkpointer:
             self._pending.snapshot.before_write([DENSE_KEY])
 
     @property
+    def has_base(self) -> bool:
+        """Whether this rank knows a checkpoint that the next one may be an increment on."""
+        return self._base is not None
+
+    @property
     def is_writing(self) -> bool:
         """Whether a save is under way."""
         return self._pending is not None
@@ -162,8 +167,12 @@ class Checkpointer:
                 error = described(failed)
                 self.store.release()
         base = None if request.full else self._base
+        if base is not None and request.tag in (base.found.manifest.tag, *base.found.manifest.needs):
+            base = None  # it takes the place of what it would refer to
         if base is not None and self.ranks.rank == 0 and not self.store.holds(base.found):
-            logger.warning("%s is no longer what this run saved there: %s is saved whole", self.store.root, request.tag)
+            logger.warning(
+                "%s no longer has what this run saved or loaded there: %s is saved whole", self.store.root, request.tag
+            )
             base = None
         known = None if base is None else base.found.checksum
         answers = self.ranks.gather((error, known))
@@ -228,8 +237,17 @@ class Checkpointer:
     def load(
         self, opened: Opened, state: RankState, *, with_optimizer: bool = True, ignored: Sequence[str] = ()
     ) -> None:
-        """See :func:`megascale_omni.checkpoint.opening.load_state`."""
+        """See :func:`megascale_omni.checkpoint.opening.load_state`.
+
+        The next checkpoint may be an increment on one that was loaded whole from this folder: see [Note: what is not
+        stored].
+        """
+        self._base = None
         load_state(opened, state, self.ranks, with_optimizer=with_optimizer, ignored=ignored)
+        tag = opened.manifest.tag
+        if with_optimizer and opened.folder == self.store.root / tag:
+            stored = {page.at: page for pages in opened.pages.pages.values() for page in pages}
+            self._base = Base(Found(opened.folder, opened.manifest, opened.checksum), as_seen_later(stored, tag))
 
 
 @contextmanager

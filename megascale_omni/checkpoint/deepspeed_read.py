@@ -16,7 +16,7 @@ from megascale_omni.checkpoint.deepspeed_files import MASTER, MOMENTS, tag_folde
 from megascale_omni.checkpoint.deepspeed_universal import Files, open_files
 from megascale_omni.checkpoint.hf_experts import HfExperts, add_module, find_experts
 from megascale_omni.checkpoint.megatron_keys import MODEL, OPTIMIZER
-from megascale_omni.checkpoint.pages_file import FOLDER, PagesReader, page_name
+from megascale_omni.checkpoint.pages_file import FOLDER, PagesReader, has_pages, page_name
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def from_deepspeed(
     for path, shapes in modules.items():
         add_module(assembly, _experts(files, path, shapes), source=files.folder, style=style, page_bytes=page_bytes)
     settings, steps = assembly.values["groups"], files.steps
-    if (files.folder / FOLDER / "manifest.json").is_file():  # of a run with experts in pages, which are beside the rest
+    if has_pages(files.folder):  # of a run with experts in pages, which are beside the rest
         pages = PagesReader(files.folder / FOLDER)
         _add_pages(assembly, files, pages)
         steps, assembly.values = pages.num_steps, {**assembly.values, "clipping": pages.clip}

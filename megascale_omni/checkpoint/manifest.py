@@ -44,7 +44,8 @@ class Manifest:
         kind: ``full``, or ``increment``: unchanged pages are in the checkpoints of ``needs`` (tag -> checksum of its
             manifest).
         files: every file but the manifest. mpus: names of the parts, in the order of their folders.
-        layout: ranks and parallel sizes it was saved at. versions: of code. configuration: of the run.
+        layout: ranks and parallel sizes it was saved at. versions: of code, and of the configuration (equal for equal
+            ones). configuration: of the run.
         values: what the run keeps of its own: iteration, schedule, data position.
     """
 

@@ -6,15 +6,16 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megascale_omni.checkpoint import pages_load
 from megascale_omni.checkpoint.dense import DenseIndex
 from megascale_omni.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
 from megascale_omni.checkpoint.pages_load import PagesIndex
-from megascale_omni.checkpoint.ranks import Ranks
 from megascale_omni.checkpoint.request import DENSE_MPU, EXPERTS_MPU, RankState, mpu_folder
 from megascale_omni.checkpoint.store import list_checkpoints
+from megascale_omni.ranks import Ranks, all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,18 @@ _NEEDS = re.compile(r"needs ([^:,]+): (.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was checked: its manifest and indices."""
+    """A checkpoint that was checked: its manifest, the checksum that others know it by, and indices."""
 
     folder: Path
     manifest: Manifest
+    checksum: str
     dense: DenseIndex
     pages: PagesIndex
 
     @classmethod
     def read(cls, folder: Path) -> Opened:
         """Reads manifest and indices. Raises CheckpointError or ValueError where they cannot be read."""
-        manifest, _ = read_manifest(folder)
+        manifest, checksum = read_manifest(folder)
 
         def indices(mpu: str) -> list[bytes]:
             prefix = mpu_folder(mpu) + "/"
@@ -45,6 +47,7 @@ class Opened:
         return cls(
             folder,
             manifest,
+            checksum,
             DenseIndex(folder, indices(DENSE_MPU)),
             PagesIndex.read(folder, indices(EXPERTS_MPU)),
         )
@@ -58,7 +61,8 @@ def check_kind(opened: Opened, names: Sequence[str], *, kind: str) -> None:
     """
     missing = [name for name in names if name not in opened.manifest.values]
     if missing:
-        made = ", ".join(f"{package} {version}" for package, version in sorted(opened.manifest.versions.items()))
+        versions = {name: version for name, version in opened.manifest.versions.items() if name != "configuration"}
+        made = ", ".join(f"{package} {version}" for package, version in sorted(versions.items()))
         raise ValueError(
             f"checkpoint {opened.folder} was not saved by {kind}: it has no {', '.join(missing)} (saved with {made}); "
             "runs of other frameworks take weights from it as megascale checkpoint convert makes them"
@@ -72,7 +76,7 @@ def open_newest(root: Path, ranks: Ranks, *, tag: str | None = None) -> Opened |
 
     Raises:
         CheckpointError: the one that was asked for is damaged, or every one that there is; the same on all ranks.
-        ValueError: there is none of that tag.
+        ValueError: there is none of that tag, or its indices contradict each other.
     """
     names: list[str] = []
     damaged: dict[str, list[str]] = {}
@@ -86,7 +90,7 @@ def open_newest(root: Path, ranks: Ranks, *, tag: str | None = None) -> Opened |
     for name in names[:MOST_PASSED_OVER]:
         wrong = _check(root / name, ranks)
         if not wrong:
-            return Opened.read(root / name)
+            return all_or_none(partial(Opened.read, root / name), ranks=ranks)
         damaged[name] = wrong
         if ranks.rank == 0 and tag is None:
             logger.error("passed over: %s", CheckpointError(root / name, wrong))

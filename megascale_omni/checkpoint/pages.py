@@ -6,7 +6,10 @@ A rank's experts are numbered from 0 on every rank; a checkpoint numbers them ov
 
 [Note: what is not stored]
 Moments that were never made are zeros. A master that equals its weights, which a page without a gradient has, is
-made from them. In an increment, what has not changed since the last checkpoint is a reference to where it is.
+made from them. In an increment, what has not changed since the last checkpoint is a reference to where it is; the
+last checkpoint may be the one that the run began with, so that what equals the state it was initialised from is not
+stored again. What no checkpoint of the folder has is always stored, initial weights too: nothing that a model was made
+by makes the same bits again everywhere (see ARCHITECTURE.md).
 Steps that a page has missed are not applied: it is stored as it is, with the number of the last step it has seen, and
 the history of what the steps were.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +31,7 @@ from megascale_omni.checkpoint.snapshot import Register
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards
 from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.paging.layout import ExpertShape
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import ABSENT
@@ -48,6 +52,8 @@ class ExpertsPiece:
         first_expert: global number of local expert 0. num_experts: of the whole model. share: which of the pages this
             rank saves; the optimizer's own shards where state is sharded, else any division among the replicas.
         numbers: global numbers of the local experts, where they do not follow the first.
+        first_neuron, num_neurons: of an expert, the first neuron on this rank, and how many there are on all ranks;
+        None: all are here.
     """
 
     path: str
@@ -56,6 +62,19 @@ class ExpertsPiece:
     num_experts: int
     share: PageShards
     numbers: tuple[int, ...] | None = None
+    first_neuron: int = 0
+    num_neurons: int | None = None
+
+    @property
+    def shape(self) -> ExpertShape:
+        """Sizes of a whole expert."""
+        here = self.experts.shape
+        return here if self.num_neurons is None else replace(here, ffn=self.num_neurons)
+
+    def neurons(self, slice_: int) -> slice:
+        """The neurons of a slice, as the whole expert counts them."""
+        here = self.experts.layout.neurons(slice_)
+        return slice(here.start + self.first_neuron, here.stop + self.first_neuron)
 
     @property
     def numbers_here(self) -> list[int] | dict[str, list[int]]:
@@ -73,7 +92,7 @@ class ExpertsPiece:
     def at(self, name: PageName) -> PageAt:
         """A local page's global name."""
         number = self.first_expert + name[0] if self.numbers is None else self.numbers[name[0]]
-        return self.path, number, self.experts.layout.neurons(name[1]).start
+        return self.path, number, self.neurons(name[1]).start
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,7 @@ class PagesPlan:
         written = iter(places(self.path, self.entries, header_bytes=len(self.header)))
         result = {}
         for piece, name, last, planes in self.pages:
-            at, stop = piece.at(name), piece.experts.layout.neurons(name[1]).stop
+            at, stop = piece.at(name), piece.neurons(name[1]).stop
             where = {p.name.lower(): s if isinstance(s, Place) else next(written) for p, s in planes.items()}
             result[at] = StoredPage(at, stop, last, where)
         return result
@@ -236,7 +255,7 @@ def _modules_index(pieces: Sequence[ExpertsPiece], adam: PagedAdam | None) -> di
     modules: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         binding = None if adam is None else adam.bindings.get(piece.experts)
-        shape = piece.experts.shape
+        shape = piece.shape
         modules[piece.path] = {
             "hidden": shape.hidden,
             "ffn": shape.ffn,

@@ -5,7 +5,12 @@
     <tag>/megascale/manifest.json                   version, modules, applied steps; written last
 
 A page is named by its module's path, its expert's number in the model and its slice, so that it does not matter how
-many ranks wrote it, or read it. The folder is written under another name and renamed when it is whole.
+many ranks wrote it, or read it.
+
+[Note: two saves of one tag]
+The folder is written as ``megascale.new``. When it is whole, the folder of an earlier save of the same tag goes, then
+the framework writes its own files, over those of that save; last the new folder gets its name. A save that ends before
+that leaves ``megascale.new`` alone, beside files that may be of either save: such a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import torch
 from megascale_omni.paging.layout import ExpertShape, PageLayout, Part
 
 FOLDER = "megascale"
+BUILDING = f"{FOLDER}.new"
 VERSION = 1
 PART_BYTES = 64 * 2**20
 
@@ -147,6 +153,22 @@ class PagesReader:
                 self._open.pop(next(iter(self._open)))
             self._open[part] = load(content)
         return self._open[part]
+
+
+def has_pages(tag: Path) -> bool:
+    """Whether a checkpoint (the folder of its tag) was saved with experts in pages.
+
+    Raises:
+        ValueError: a save into it was interrupted; see [Note: two saves of one tag].
+    """
+    if (tag / FOLDER / "manifest.json").is_file():
+        return True
+    if (tag / BUILDING).exists():
+        raise ValueError(
+            f"{tag / BUILDING}: a save of this checkpoint was interrupted, and files of the one before may be beside "
+            "its own; load another tag"
+        )
+    return False
 
 
 def recut(

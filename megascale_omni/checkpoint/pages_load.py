@@ -119,10 +119,10 @@ class PagesIndex:
             if module is None:
                 found.append(f"has no experts {piece.path}")
                 continue
-            if (module.shape, module.num_experts) != (piece.experts.shape, piece.num_experts):
+            if (module.shape, module.num_experts) != (piece.shape, piece.num_experts):
                 found.append(
                     f"has {module.num_experts} experts of {module.shape} at {piece.path}, the model needs "
-                    f"{piece.num_experts} of {piece.experts.shape}"
+                    f"{piece.num_experts} of {piece.shape}"
                 )
                 continue
             found += self._page_problems(piece)
@@ -133,7 +133,7 @@ class PagesIndex:
     def _page_problems(self, piece: ExpertsPiece) -> list[str]:
         wanted = DTYPES[piece.experts.pages.dtypes[Plane.WEIGHT]]
         for name in _names(piece.experts):
-            at, neurons = piece.at(name), piece.experts.layout.neurons(name[1])
+            at, neurons = piece.at(name), piece.neurons(name[1])
             pages = self.covering(at, neurons.stop)
             held = sum(min(p.stop, neurons.stop) - max(p.at[2], neurons.start) for p in pages)
             if held != neurons.stop - neurons.start:
@@ -217,7 +217,7 @@ def _present(experts: PagedExperts, plane: Plane) -> Any:  # noqa: ANN401 - page
 
 def _load_page(index: PagesIndex, piece: ExpertsPiece, name: PageName, *, with_state: bool, catch_up: bool) -> None:
     experts, at = piece.experts, piece.at(name)
-    neurons = experts.layout.neurons(name[1])
+    neurons = piece.neurons(name[1])
     pages = index.covering(at, neurons.stop)
     exact = len(pages) == 1 and (pages[0].at[2], pages[0].stop) == (neurons.start, neurons.stop)
     caught_up = catch_up or not exact
@@ -230,7 +230,11 @@ def _load_page(index: PagesIndex, piece: ExpertsPiece, name: PageName, *, with_s
         if plane is Plane.MASTER and plane in experts.pages.dtypes and tensor is None:
             tensor = state[Plane.WEIGHT].float()
         _put(experts, plane, name, tensor)
-    experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = last
+    table = experts.manager.table
+    table.last_step[experts.page_ids(Plane.WEIGHT, [name])] = last
+    for plane in STATE_PLANES if not caught_up else ():  # it is, to the bit, what the checkpoint has
+        if plane is Plane.WEIGHT or with_state:
+            table.changed[experts.page_ids(plane, [name])] = False
 
 
 def _put(experts: PagedExperts, plane: Plane, name: PageName, tensor: torch.Tensor | None) -> None:

@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 
-from megascale_omni.checkpoint import ranks as ranks_of
+from megascale_omni import ranks as ranks_of
 from megascale_omni.checkpoint import rng
 from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
+from megascale_omni.checkpoint.configuration import plain
 from megascale_omni.checkpoint.dense import TensorPiece, whole_piece
 from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.checkpoint.pages import ExpertsPiece
-from megascale_omni.checkpoint.ranks import Ranks
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def save_checkpoint(
         tag=tag,
         step=step,
         values={"run": dict(values or {}), "groups": groups, "optimizer": include_optimizer, "rng": include_rng_state},
+        configuration=_configuration(training),
         include_optimizer=include_optimizer,
     )
     state = RankState(tensors, _experts_pieces(training, ranks), training.adam)
@@ -113,6 +115,16 @@ def load_checkpoint(
         names = [name for name in opened.dense.tensors if name.startswith(prefix)]
         rng.restore({name.removeprefix(prefix): opened.dense.read(name) for name in names})
     return opened.manifest.step, dict(values["run"])
+
+
+def _configuration(training: Training) -> dict[str, Any]:
+    """What there is to say of a run without a framework's configuration."""
+    adam = training.adam
+    return {
+        "model": plain(type(training.model)),
+        "optimizer": None if training.optimizer is None else plain(type(training.optimizer)),
+        "experts": None if adam is None else {"arithmetic": adam.arithmetic.name, "max_lag": adam.max_lag},
+    }
 
 
 def _model_pieces(training: Training, ranks: Ranks) -> list[TensorPiece]:

@@ -38,9 +38,9 @@ class SaveRequest:
 
     Attributes:
         tag, step: name and step of the checkpoint. values: plain values of the run (rank 0's count). layout: parallel
-        sizes. configuration: of the run. full: store unchanged pages too. include_optimizer: the experts' optimizer
-        state; without it their weights are caught up first. coordinates: this rank's place, for
-        ``resource_binding.json``.
+        sizes. configuration: of the run, plain values. versions: of its frameworks. full: store unchanged pages too.
+        include_optimizer: the experts' optimizer state; without it their weights are caught up first. coordinates:
+        this rank's place, for ``resource_binding.json``.
     """
 
     tag: str

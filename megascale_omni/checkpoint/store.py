@@ -169,10 +169,22 @@ class Store:
             aside = self.root / f"{manifest.tag}{REPLACED}"
             if aside.exists():  # of a save that a crash ended after its rename: the one at the tag is newer
                 self._discard(aside)
+            self._say_who_needs(manifest.tag)
             self.files.rename(final, aside)
         self.files.rename(draft, final)
         self.files.sync_folder(self.root)
         return Found(final, manifest, json.loads(data)["checksum"])
+
+    def _say_who_needs(self, tag: str) -> None:
+        found, _ = list_checkpoints(self.root, self._known)
+        needing = [f.folder.name for f in found if tag in f.manifest.needs]
+        if needing:
+            logger.warning(
+                "%s: checkpoint %s is replaced by a new one; %s, made from the one before, can no longer be loaded",
+                self.root,
+                tag,
+                ", ".join(needing),
+            )
 
     def tidy(self, tag: str) -> list[Path]:
         """After a commit: points the tracker at it and removes what is no longer kept. Returns what is gone."""

@@ -25,6 +25,7 @@ import torch
 
 from megascale_omni import __version__
 from megascale_omni.checkpoint import datafile, dense, pages
+from megascale_omni.checkpoint.configuration import version_of
 from megascale_omni.checkpoint.manifest import FileRecord, Manifest
 from megascale_omni.checkpoint.pages import ExpertsPiece, PageAt, StoredPage
 from megascale_omni.checkpoint.request import DENSE_MPU, EXPERTS_MPU, RankState, SaveRequest, mpu_folder
@@ -234,7 +235,12 @@ def _commit(store: Store, request: SaveRequest, draft: Path, parts: Sequence[Par
         files=tuple(sorted(files, key=lambda record: record.path)),
         mpus=(DENSE_MPU, EXPERTS_MPU),
         layout={"world_size": len(parts), **request.layout},
-        versions={"megascale": __version__, "torch": torch.__version__, **request.versions},
+        versions={
+            "megascale": __version__,
+            "torch": torch.__version__,
+            "configuration": version_of(request.configuration),
+            **request.versions,
+        },
         configuration=request.configuration,
         values=request.values,
         needs=needs,

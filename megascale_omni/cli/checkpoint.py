@@ -104,6 +104,8 @@ def _show(args: argparse.Namespace) -> int:
     for name, values in (("layout", manifest.layout), ("versions", manifest.versions), ("needs", manifest.needs)):
         if values:
             print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
+    if manifest.configuration:
+        print(f"configuration: of {', '.join(manifest.configuration)} (--json has it)")
     for path, module in sorted(opened.pages.modules.items()):
         stored = [p for at, pages in opened.pages.pages.items() if at[0] == path for p in pages]
         shape = module.shape

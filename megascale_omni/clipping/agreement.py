@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
-
-import torch.distributed as dist
+from collections.abc import Iterable, Mapping
 
 from megascale_omni.clipping.mpus import MpuMap, mpus_for
 from megascale_omni.clipping.settings import ClipConfig
-
-Said = TypeVar("Said")
+from megascale_omni.ranks import all_or_none, of_run
 
 
 def agreed_mpus(config: ClipConfig, names: Iterable[str]) -> MpuMap:
@@ -20,9 +16,9 @@ def agreed_mpus(config: ClipConfig, names: Iterable[str]) -> MpuMap:
         ValueError: what ``clip.mpus`` asks for does not fit the model, or ranks read different files; on every rank,
         also where only one cannot read the file.
     """
-    every = sorted({name for rank in _gathered(sorted(set(names))) for name in rank})
-    mpus = _alike(lambda: mpus_for(config.mpus, every))
-    rules = _gathered((mpus.names, mpus.rules))
+    every = sorted({name for rank in of_run().gather(sorted(set(names))) for name in rank})
+    mpus = all_or_none(lambda: mpus_for(config.mpus, every))
+    rules = of_run().gather((mpus.names, mpus.rules))
     for rank, found in enumerate(rules):
         if found != rules[0]:
             raise ValueError(
@@ -40,27 +36,7 @@ def agreed_experts(mpus: MpuMap, tensors: Mapping[str, Iterable[str]]) -> dict[s
     Raises:
         ValueError: experts of any rank are of several modules; on every rank.
     """
-    return _alike(lambda: {path: _mpu_of_experts(mpus, path, names) for path, names in tensors.items()})
-
-
-def _gathered(mine: Said) -> list[Said]:
-    found: list[Said] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def _alike(make: Callable[[], Said]) -> Said:
-    """What ``make`` returns; its ValueError on any rank is raised on all."""
-    problem, made = None, None
-    try:
-        made = make()
-    except ValueError as error:
-        problem = str(error)
-    for found in _gathered(problem):
-        if found is not None:
-            raise ValueError(found)
-    assert made is not None
-    return made
+    return all_or_none(lambda: {path: _mpu_of_experts(mpus, path, names) for path, names in tensors.items()})
 
 
 def _mpu_of_experts(mpus: MpuMap, path: str, tensors: Iterable[str]) -> int:

@@ -42,9 +42,14 @@ class BackwardCall(Protocol):
 
 
 class Backend(Protocol):
-    """How the experts of a wave are computed."""
+    """How the experts of a wave are computed.
+
+    Attributes:
+        by_index: whether tokens are read where they are, each row's by its index; others are given rows.
+    """
 
     name: str
+    by_index: bool
 
     def forward(
         self,
@@ -55,8 +60,12 @@ class Backend(Protocol):
         *,
         flat: torch.Tensor,
         y_Nh: torch.Tensor,
+        index_N: torch.Tensor | None = None,
     ) -> ForwardCall:
-        """A call that fills ``y`` and ``flat``, the pre-activations of all tokens (see function.py)."""
+        """A call that fills ``y`` and ``flat``, the pre-activations of all tokens (see function.py).
+
+        With ``index_N``, which only those are given that read by index, ``x`` are tokens ``[T, h]``.
+        """
         ...
 
     def backward(
@@ -68,11 +77,17 @@ class Backend(Protocol):
         needs: tuple[bool, bool],
         *,
         gx_Nh: torch.Tensor | None,
+        index_N: torch.Tensor | None = None,
     ) -> BackwardCall:
         """A call for ``saved`` (tokens, probabilities, pre-activations) that fills ``gx``, the gradient of the tokens.
 
-        ``needs``: whether gradients of probabilities and of weights are wanted.
+        ``needs``: whether gradients of probabilities and of weights are wanted. With ``index_N`` tokens and ``gy`` are
+        ``[T, h]`` (see :meth:`forward`), and ``gx`` has the rows all the same.
         """
+        ...
+
+    def sum_rows(self, rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The sum ``[T, h]`` of each token's rows, in ascending order of experts; row ``n`` is of ``index_N[n]``."""
         ...
 
 

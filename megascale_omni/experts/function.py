@@ -36,7 +36,7 @@ from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.completion import Completion
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.rows import Blocks, Rows
-from megascale_omni.experts.tokens import gather_rows, room_for_rows, sum_rows
+from megascale_omni.experts.tokens import gather_rows, room_for_rows
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import PageLayout
 from megascale_omni.paging.leases import PagedModule
@@ -65,6 +65,18 @@ class ExpertsContext:
         """The module's page layout."""
         return self.module.layout
 
+    def given_rows(self, x: torch.Tensor, index_N: torch.Tensor | None, name: str) -> torch.Tensor:
+        """What the backend computes with: rows ``[N, h]`` (scratch under ``name``), or the tokens ``x`` themselves."""
+        return x if self.backend.by_index else gather_rows(x, index_N, self.workspace, name)
+
+    def given_index(self, index_N: torch.Tensor | None) -> torch.Tensor | None:
+        """The index that the backend reads tokens by; None where it is given rows."""
+        return index_N if self.backend.by_index else None
+
+    def sums(self, rows_Nh: torch.Tensor, index_N: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        """The sum ``[T, h]`` of each token's rows; the rows themselves without an index."""
+        return rows_Nh if index_N is None else self.backend.sum_rows(rows_Nh, index_N, num_tokens)
+
     def bias_sum(self, gradient_nk: torch.Tensor, *, rounded_to: torch.dtype | None = None) -> torch.Tensor:
         """``[k]``: the gradient of a bias, a sum over tokens."""
         if not self.rounds_gradients:
@@ -76,15 +88,17 @@ class ExpertsContext:
 def _forward(
     context: ExpertsContext,
     rows: Rows,
-    x_Nh: torch.Tensor,
+    x: torch.Tensor,
     probs_N: torch.Tensor | None,
     *,
+    index_N: torch.Tensor | None,
     flat: torch.Tensor,
     y_Nh: torch.Tensor,
     phase: Phase,
 ) -> None:
     """Runs all waves, which fill ``y`` and ``flat``, the pre-activations."""
-    call = context.backend.forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
+    x, index_N = context.given_rows(x, index_N, "rows.tokens"), context.given_index(index_N)
+    call = context.backend.forward(context, rows, x, probs_N, flat=flat, y_Nh=y_Nh, index_N=index_N)
     if phase is Phase.FORWARD:
         context.manager.routed(context.module, rows.counts)
     for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
@@ -122,17 +136,16 @@ class PagedExpertsFunction(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         x, work = x.contiguous(), context.workspace
-        x_Nh = gather_rows(x, index_N, work, "rows.tokens")
         y_Nh = room_for_rows(x, index_N, work, "rows.results")
-        numel = Blocks.numel(context.layout, x_Nh.shape[0])
+        numel = Blocks.numel(context.layout, y_Nh.shape[0])
         room = work.lend(numel, x.dtype) if keep else work.take("pre_activations", (numel,), x.dtype)
         flat = room[:numel]
         phase = forward_phase(keep, context.manager.schedule)
-        _forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh, phase=phase)
+        _forward(context, rows, x, probs_N, index_N=index_N, flat=flat, y_Nh=y_Nh, phase=phase)
         if keep:
             ctx.save_for_backward(x, probs_N, flat, index_N)  # type: ignore[arg-type]
             ctx.context, ctx.rows, ctx.room = context, rows, room  # type: ignore[attr-defined]
-        return sum_rows(y_Nh, index_N, x.shape[0])
+        return context.sums(y_Nh, index_N, x.shape[0])
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -142,12 +155,10 @@ class PagedExpertsFunction(torch.autograd.Function):
         context, rows = ctx.context, ctx.rows  # type: ignore[attr-defined]
         needs_x, needs_probs, needs_weights = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         work, gy = context.workspace, gy.contiguous()
-        x_Nh = gather_rows(x, index_N, work, "rows.tokens")
-        gy_Nh = gather_rows(gy, index_N, work, "rows.gradients")
+        given = context.given_rows(x, index_N, "rows.tokens"), context.given_rows(gy, index_N, "rows.gradients")
         gx_Nh = room_for_rows(x, index_N, work, "rows.results") if needs_x else None
-        call = context.backend.backward(
-            context, rows, (x_Nh, probs_N, flat), gy_Nh, (needs_probs, needs_weights), gx_Nh=gx_Nh
-        )
+        saved, needs, by_index = (given[0], probs_N, flat), (needs_probs, needs_weights), context.given_index(index_N)
+        call = context.backend.backward(context, rows, saved, given[1], needs, gx_Nh=gx_Nh, index_N=by_index)
         planes, create = ((Plane.WEIGHT, Plane.GRADIENT), Plane.GRADIENT) if needs_weights else ((Plane.WEIGHT,), None)
         if needs_weights:
             context.completion.check()
@@ -162,7 +173,7 @@ class PagedExpertsFunction(torch.autograd.Function):
         if ctx.room is not None:  # type: ignore[attr-defined]
             work.give_back(ctx.room)  # type: ignore[attr-defined]
             ctx.room = None  # type: ignore[attr-defined]
-        gx = None if gx_Nh is None else sum_rows(gx_Nh, index_N, x.shape[0])
+        gx = None if gx_Nh is None else context.sums(gx_Nh, index_N, x.shape[0])
         anchor_gradient = gy.new_zeros(()) if needs_weights else None
         gprobs_N = None if call.gprobs_N is None else call.gprobs_N.to(probs_N.dtype)
         return gx, gprobs_N, anchor_gradient, None, None, None, None

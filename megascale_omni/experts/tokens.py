@@ -4,7 +4,8 @@ Shape suffixes: T tokens, N rows (one for each token and expert that it is route
 which token a row is of; rows are sorted by expert and, of one expert, by token.
 
 [Note: rows are scratch]
-Rows are many times as many as tokens. Here they live in the workspace, while a module is computed: autograd neither
+Rows are many times as many as tokens. Kernels read tokens by index, and have no rows but those of their results. Others
+are given rows: they live in the workspace, while a module is computed: autograd neither
 keeps nor differentiates them, the backward gathers them again, and no memory is mapped anew for them at each call.
 """
 
@@ -13,6 +14,40 @@ from __future__ import annotations
 import torch
 
 from megascale_omni.experts.workspace import Workspace
+
+_STATIC = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
+"""Whether torch finds a known number of places on an accelerator without telling the host how many there are."""
+
+
+class ComingCounts:
+    """Numbers of tokens on their way from an accelerator to the host, which waits for them once.
+
+    Which pages are needed, and how many rows there are, the host has to know; nothing else of a layer makes it wait.
+    """
+
+    def __init__(self, counts_E: torch.Tensor) -> None:
+        self._counts_E, self._event = counts_E, None
+        if counts_E.is_cuda:
+            self._counts_E = torch.empty(counts_E.shape, dtype=counts_E.dtype, pin_memory=True)
+            self._counts_E.copy_(counts_E, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(counts_E.device))
+
+    def wait(self) -> list[int]:
+        """The numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._counts_E.tolist()
+        return found
+
+
+def rows_of_map(map_ET: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(expert ``[N]``, token ``[N]``) of each row of a routing map with ``num_rows`` places, ordered by both."""
+    if map_ET.is_cuda and not _STATIC:
+        expert_N, token_N = map_ET.nonzero(as_tuple=True)
+    else:
+        expert_N, token_N = torch.nonzero_static(map_ET, size=num_rows).unbind(1)
+    return expert_N, token_N.contiguous()
 
 
 def gather_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Workspace, name: str) -> torch.Tensor:
@@ -31,13 +66,12 @@ def room_for_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Worksp
     return work.take(name, (index_N.shape[0], x_Th.shape[1]), x_Th.dtype)
 
 
-def sum_rows(rows_Nh: torch.Tensor, index_N: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """The sum ``[T, h]`` of each token's rows, in ascending order of experts; the rows themselves without an index.
+def sum_rows(rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The sum ``[T, h]`` of each token's rows, in ascending order of experts.
 
-    The operators are those of stock's ``unpermute``, so that a sum is rounded where stock rounds it (in bf16 once).
+    The operators are those of stock's ``unpermute``, so that a sum is rounded where stock rounds it (in bf16 once), and
+    has an order on an accelerator only where deterministic algorithms are asked for, as there.
     """
-    if index_N is None:
-        return rows_Nh
     sums_Th = rows_Nh.new_zeros(num_tokens, rows_Nh.shape[1])
     if torch.are_deterministic_algorithms_enabled():
         return sums_Th.index_add_(0, index_N, rows_Nh)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale_omni.experts.rows import Blocks, Rows
+from megascale_omni.experts.tokens import sum_rows
 from megascale_omni.paging.layout import PageViews
 from megascale_omni.paging.leases import Wave
 from megascale_omni.paging.planes import Plane
@@ -300,6 +301,7 @@ class TorchBackend:
     """Waves computed by torch; see :class:`megascale_omni.experts.backends.Backend`."""
 
     name = "torch"
+    by_index = False
 
     def forward(
         self,
@@ -310,8 +312,10 @@ class TorchBackend:
         *,
         flat: torch.Tensor,
         y_Nh: torch.Tensor,
+        index_N: torch.Tensor | None = None,
     ) -> _Forward:
         """See the protocol."""
+        assert index_N is None
         return _Forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
 
     def backward(
@@ -323,6 +327,12 @@ class TorchBackend:
         needs: tuple[bool, bool],
         *,
         gx_Nh: torch.Tensor | None,
+        index_N: torch.Tensor | None = None,
     ) -> _Backward:
         """See the protocol."""
+        assert index_N is None
         return _Backward(context, rows, saved, gy_Nh, needs, gx_Nh=gx_Nh)
+
+    def sum_rows(self, rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See the protocol."""
+        return sum_rows(rows_Nh, index_N, num_tokens)

@@ -32,6 +32,7 @@ from megascale_omni.groups.rows import (
     send_rows,
     sorted_by_expert,
 )
+from megascale_omni.groups.spread import all_gather_rows, gather_counts, gather_rows, scatter_sums
 from megascale_omni.topology.links import LinkCosts
 
 
@@ -59,6 +60,10 @@ class GroupDispatcher:
         columns: the routing's column for each (rank, local expert) slot; None where they are in this order.
         experts: the module whose pages may travel; None: tokens travel, whatever the options say.
         house: where visiting experts are computed, for all modules of a run.
+        spread: the ranks over which the pages of each of this rank's experts are spread; None: they are all here.
+
+    Raises:
+        ValueError: pages that are spread and are to travel.
     """
 
     channel: Channel
@@ -67,18 +72,27 @@ class GroupDispatcher:
     columns: torch.Tensor | None = None
     experts: PagedExperts | None = None
     house: GuestHouse = field(default_factory=GuestHouse)
+    spread: Channel | None = None
 
     def __post_init__(self) -> None:
         self.local_experts = self.num_experts // self.channel.size
         self.owners_E = np.repeat(np.arange(self.channel.size), self.local_experts)
         self.cache: GroupCache[tuple[int, ...]] = GroupCache(self.options.cache)
         self.calls = 0
-        self.counts = dict.fromkeys(("tokens", "rows_sent", "pairs_sent", "experts_sent", "experts_received"), 0)
+        kinds = ("tokens", "rows_sent", "pairs_sent", "rows_spread", "experts_sent", "experts_received")
+        self.counts = dict.fromkeys(kinds, 0)
         self.discovery_seconds = 0.0
         self._costs: dict[tuple[int, int], TravelCosts] = {}
         first = self.channel.rank * self.local_experts
         self.pages = None
-        if self.experts is not None:
+        if self.spread is not None and self.spread.size == 1:
+            self.spread = None
+        if self.spread is not None and self.options.move == "pages":
+            raise ValueError(
+                "distributed.move=pages does not go with experts whose pages are spread over ranks "
+                "(--expert-tensor-parallel-size): tokens go to where the pages are; use auto or tokens"
+            )
+        if self.experts is not None and self.spread is None:
             self.pages = TravellingPages(self.experts, self.channel, first=first, house=self.house)
 
     def depart(self, x_Th: torch.Tensor, map_TE: torch.Tensor, probs_TE: torch.Tensor) -> Trip:
@@ -115,8 +129,9 @@ class GroupDispatcher:
             self.counts[name] += count
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start: forwards, tokens, rows and (row, expert) pairs to other ranks, experts whose pages
-        went out and came in a forward, look-ups of the group cache, seconds in which counts were exchanged.
+        """Counts since the start: forwards, tokens, rows and (row, expert) pairs to other ranks, rows to ranks with
+        other pages of the same experts, experts whose pages went out and came in a forward, look-ups of the group
+        cache, seconds in which counts were exchanged.
         """
         cache = {"group_cache_hits": self.cache.hits, "group_cache_misses": self.cache.misses}
         return {"forwards": self.calls, **self.counts, **cache, "discovery_seconds": self.discovery_seconds}
@@ -193,6 +208,7 @@ class Trip:
         self._wire_N = wire_N
         self._guest_inputs = self._guests(map_TE, x_Th, probs_TE) if self._involved else None
         self._received: ReceivedRows | None = None
+        self._spread_rows: tuple[int, ...] = ()
 
     @property
     def _involved(self) -> bool:
@@ -200,16 +216,29 @@ class Trip:
 
     def arrive(self) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
         """Tokens ``[N, h]`` sorted by local expert, counts of each, probabilities ``[N]``."""
+        if self._dispatcher.spread is not None:
+            self._gather_for(self._dispatcher.spread)
         self._received = received_rows(self._mask_RB, local_experts=self._dispatcher.local_experts)
         x_Nh = gather(self._arrived_Rh, self._received.segments)
         probs_N = self._wire_N.index_select(0, self._received.wire_N)
         del self._arrived_Rh, self._mask_RB, self._wire_N
         return x_Nh, self._received.counts, probs_N
 
+    def _gather_for(self, spread: Channel) -> None:
+        """Rows that arrived at any of these ranks come to all of them (see [Note: spread experts])."""
+        arrived = (len(self._arrived_Rh), len(self._wire_N))
+        self._spread_rows, pairs = gather_counts(arrived, spread, device=self._mask_RB.device)
+        self._arrived_Rh = gather_rows(self._arrived_Rh, spread, self._spread_rows)
+        self._mask_RB = all_gather_rows(self._mask_RB, spread, self._spread_rows)
+        self._wire_N = gather_rows(self._wire_N, spread, pairs)
+        self._dispatcher.counts["rows_spread"] += arrived[0] * (spread.size - 1)
+
     def partial_sums(self, y_Nh: torch.Tensor) -> torch.Tensor:
-        """Outputs of this rank's experts summed to one row for each row that came."""
+        """Outputs of this rank's experts, and of their pages elsewhere, summed to one row for each row that came."""
         assert self._received is not None
-        return sum_rows(y_Nh, self._received.segments)
+        y_Rh = sum_rows(y_Nh, self._received.segments)
+        spread = self._dispatcher.spread
+        return y_Rh if spread is None else scatter_sums(y_Rh, spread, self._spread_rows)
 
     def send_back(self, y_Rh: torch.Tensor) -> torch.Tensor:
         """Partial sums go home; returns those of this rank's tokens."""

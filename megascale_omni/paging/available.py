@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
 from megascale_omni.config import PagingConfig, parse_budget
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import PagingOptions
+from megascale_omni.paging.memory import HostMemory
+from megascale_omni.paging.upkeep import UpkeepOptions
 
 AUTO_SHARE = 0.6
 """Share of the available memory that ``auto`` gives to pages; activations, dense state and the system need the rest."""
@@ -17,19 +18,8 @@ AUTO_SHARE = 0.6
 
 def available_host_bytes() -> int:
     """Memory that this process may still take, shared fairly with the other local ranks."""
-    limits = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limits += [int(line) for line in _lines(path) if line.isdigit()]
-    if not limits:
-        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    return min(limits) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
+    free = min(reading.free_bytes for reading in HostMemory().readings())
+    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def paging_options(config: PagingConfig, device: torch.device) -> PagingOptions:
@@ -38,8 +28,13 @@ def paging_options(config: PagingConfig, device: torch.device) -> PagingOptions:
     Raises:
         ValueError: a host budget above the memory there is.
     """
+    upkeep = UpkeepOptions(
+        emergency_percent=config.emergency_percent,
+        compact_percent=config.compact_percent,
+        compact_seconds=config.compact_seconds,
+    )
     if config.device_budget is None:
-        return PagingOptions()
+        return PagingOptions(upkeep=upkeep)
     host_bytes = available_host_bytes()
     if config.device_budget == "auto":
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_bytes
@@ -61,4 +56,5 @@ def paging_options(config: PagingConfig, device: torch.device) -> PagingOptions:
         disk_path=config.disk_path,
         checksum=config.checksum,
         prefetch=config.prefetch != "none",
+        upkeep=upkeep,
     )

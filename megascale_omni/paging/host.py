@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
+from megascale_omni.paging.compaction import ordered_moves
 from megascale_omni.paging.flights import Flight, FlightKind, Tiers
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
@@ -214,10 +215,11 @@ class HostTier:
         self._tiers.host.free(slot_class, slot)
         self._counts["pages_sunk"] += 1
 
-    def shrink(self, slot_class: SlotClass) -> int:
+    def shrink(self, slot_class: SlotClass, *, tight: bool = False) -> int:
         """Brings the arena down to its limit: pages sink, those needed last first, the others move together.
 
-        Returns the bytes that went back to the system. Waits for what is written.
+        Returns the bytes that went back to the system. ``tight``: all memory that no page needs returns, and pages lie
+        in order [Note: compaction]. Waits for what is written.
         """
         if self._lent:
             raise RuntimeError("host memory shrinks while pages in it are worked on")
@@ -236,9 +238,14 @@ class HostTier:
         owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
         taken = {flight.slot for flight in self._flights.values() if flight.target is TierKind.HOST}
         still = taken | {slot for slot, page_id in owners.items() if page_id in self._flights}
-        for source, target in arena.moves_to_compact(slot_class, still):
+        if tight:
+            moves = ordered_moves(arena, slot_class, {s: page for s, page in owners.items() if s not in still})
+        else:
+            moves = [(owners[source], target) for source, target in arena.moves_to_compact(slot_class, still)]
+        for page_id, target in moves:
+            source = int(table.slot[page_id])
             arena.take(slot_class, target)
             arena.tensor(slot_class, target).copy_(arena.tensor(slot_class, source))
-            table.shift(owners[source], target)
+            table.shift(page_id, target)
             arena.free(slot_class, source)
-        return arena.trim(slot_class)
+        return arena.trim(slot_class, tight=tight)

@@ -24,6 +24,7 @@ from megascale_omni.paging.heap import give_large_blocks_back
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
+from megascale_omni.paging.memory import MemoryProbe, probe_for
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.observe import KeepsHeat, Observer
@@ -35,6 +36,7 @@ from megascale_omni.paging.streams import CudaStreams
 from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
+from megascale_omni.paging.upkeep import Upkeep, UpkeepOptions
 from megascale_omni.schedule import Phase, Schedule
 
 CatchUp = Callable[[PagedModule, np.ndarray], None]
@@ -50,12 +52,14 @@ class PagingOptions:
     disk_path: str | Path | None = None
     checksum: Checksum = "auto"
     prefetch: bool = True
+    upkeep: UpkeepOptions = UpkeepOptions()  # noqa: RUF009 - frozen
 
 
 class ExpertManager:
     """Page table, tiers and leases of one process. Modules register through :meth:`add_module`.
 
-    ``mover`` are io threads other than the usual ones, ``copier`` likewise; ``poison`` is the arena's.
+    ``mover`` are io threads other than the usual ones, ``copier`` likewise, ``memory`` tells what is free (None: of the
+    device); ``poison`` is the arena's.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class ExpertManager:
         options: PagingOptions | None = None,
         mover: Mover | None = None,
         copier: Copier | None = None,
+        memory: MemoryProbe | None = None,
         poison: bool = False,
     ) -> None:
         self.options = options or PagingOptions()
@@ -76,9 +81,8 @@ class ExpertManager:
         self.arena = Arena(device=device, poison=poison)
         self.pager = Pager(self.table, self._tiers(device, mover, copier), self.outlook)
         self.pager.on_move = self._forget_views
-        self._resize_to: tuple[Budget, Budget | None] | None = None
         self.schedule.on_step(self.outlook.end_step)
-        self.schedule.on_step(self._apply_resize)
+        self.upkeep = Upkeep(self, self.options.upkeep, probe=memory or probe_for(device))
         self.observers: list[Observer] = []
         self._sweeps = Sweeps(self)
         self.heat: KeepsHeat | None = None
@@ -130,7 +134,7 @@ class ExpertManager:
         if self.pager.tiers.disk is not None:
             offset = self.pager.tiers.disk.reserve(len(ids) * slot_class.nbytes)
             self.table.disk_offset[ids] = offset + np.arange(len(ids)) * slot_class.nbytes
-            self._share_budget()
+            self.share_budget()
 
     @property
     def modules(self) -> tuple[PagedModule, ...]:
@@ -160,43 +164,41 @@ class ExpertManager:
     def resize(self, budget: Budget, *, host: Budget | None = None) -> None:
         """Gives pages another device budget while training goes on; memory beyond it returns to the system.
 
-        ``host``: and another host budget behind it (None: as it is). Done at once where no lease is held, else at the
-        next step's beginning; of several requests the last one counts.
+        ``host``: and another host budget behind it (None: as it is). Done at once where no lease is held, else when the
+        step has ended; of several requests the last one counts.
 
         Raises:
             ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
         """
-        if self.pager.tiers.disk is None:
-            raise ValueError(
-                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
-                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
-            )
-        check_budget(budget, class_needs(self._modules))
-        self._resize_to = budget, host or (self._resize_to or (None, None))[1]
-        if not (self.table.pins.any() or self.pager.host.lent):
-            self._apply_resize()
+        self.upkeep.resize(budget, host)
 
-    def _apply_resize(self) -> None:
-        """Also returns what an earlier resize could not, for leases that were held."""
-        wanted, self._resize_to = self._resize_to, None
-        if wanted is None:
-            return
-        self.pager.settle()
-        self.options = replace(self.options, device_budget=wanted[0], host_budget=wanted[1] or self.options.host_budget)
-        self._share_budget()
-        for slot_class in self.arena.slot_classes():
-            self.pager.compact(slot_class)
-        if self.arena.device.type == "cuda":
-            torch.cuda.empty_cache()  # segments are the allocator's until it is told
+    def compact(self) -> int | None:
+        """Moves pages together and in order, so that the memory of all segments that they do not need returns to the
+        system [Note: compaction]; it comes back as pages do. Done at once where no lease is held: the bytes that
+        returned. Else, None, when the step has ended.
+        """
+        return self.upkeep.compact()
 
-    def _share_budget(self) -> None:
+    def share_budget(self) -> None:
+        """Gives every slot class its part of the budgets; pages beyond it leave, and memory returns."""
+        self.upkeep.emergency.lowered = False
         needs = class_needs(self._modules)
         for slot_class, slots in share(self.options.device_budget, needs).items():
             self.arena.set_limit(slot_class, slots)
             self.pager.evict_down(slot_class)
-        without_floors = {c: replace(need, floor=0) for c, need in needs.items()}
-        for slot_class, slots in share(self.options.host_budget, without_floors).items():
-            self.pager.tiers.host.set_limit(slot_class, slots)
+        self.limit_host()
+
+    def limit_host(self, *, less_by: int = 0) -> None:
+        """Gives slot classes their part of the host budget; or ``less_by`` bytes less than the host arena has now, if
+        no page in it is being worked on.
+        """
+        host = self.pager.tiers.host
+        if less_by and not (host.bytes_reserved and not self.pager.host.lent):
+            return
+        budget = Budget(nbytes=max(0, host.bytes_reserved - less_by)) if less_by else self.options.host_budget
+        without_floors = {c: replace(need, floor=0) for c, need in class_needs(self._modules).items()}
+        for slot_class, slots in share(budget, without_floors).items():
+            host.set_limit(slot_class, slots)
             self.pager.host.shrink(slot_class)
 
     # -- pages ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from megascale_omni.paging.ahead import Ahead
+from megascale_omni.paging.compaction import compact
 from megascale_omni.paging.copies import CopyJob
 from megascale_omni.paging.disk import PageIoError
 from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers, error_of
@@ -189,17 +190,34 @@ class Pager:
             self.flights.finish(page_id)
         self.tiers.copier.settle()
 
+    def land(self) -> None:
+        """Waits until nothing is on its way; pages that are leaving leave. What is asked for stays asked for."""
+        while self.flights:
+            assert self.tiers.mover is not None
+            futures = [flight.future for flight in self.flights.values()]
+            self.tiers.mover.wait_any(futures, what="bringing pages to rest")
+            self._reap()
+
     def evict_down(self, slot_class: SlotClass) -> None:
         """Lets pages of a class leave until it is within its limit, and returns the memory."""
         limit = self.tiers.device.limit(slot_class)
         self.shadows.of(slot_class).restart(())  # who leaves now is no page-in of anybody
         while limit is not None and self.tiers.device.used(slot_class) > limit:
             self._make_room(slot_class, wait=True, needed_before=-np.inf)
+        self.restart_shadow(slot_class)
+        self.tiers.copier.settle()  # memory that is given back is nobody's
+        self.tiers.device.trim(slot_class)
+
+    def restart_shadow(self, slot_class: SlotClass) -> None:
+        """The arena of a class has another size: LRU begins anew with what is there."""
         table = self.table
         here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
-        self.tiers.copier.settle()  # memory that is given back is nobody's
-        self.tiers.device.trim(slot_class)
+
+    def give_up(self, page_ids: Iterable[int], *, to_disk: bool) -> None:
+        """Starts the way out of pages that may leave, all of them; a clean one is gone at once, without a copy."""
+        for page_id in page_ids:
+            self._evict(page_id, to_disk=to_disk or not self.table.dirty[page_id])
 
     def send_away(self, page_ids: np.ndarray) -> None:
         """Starts the way out of pages that are here, free of leases and not on their way; the others stay."""
@@ -210,28 +228,22 @@ class Pager:
                 self.shadows.of_page(page_id).drop(page_id)  # LRU would have to do the same
                 self._evict(page_id)
 
-    def compact(self, slot_class: SlotClass) -> int:
-        """Moves pages of a class together, so that whole segments return to the system; the bytes returned.
+    def relocate(self, page_id: int, slot: int) -> None:
+        """Copies a page that is here, free of leases and not on its way, to a free slot of its class."""
+        device, slot_class = self.tiers.device, self.table.slot_class(page_id)
+        source = int(self.table.slot[page_id])
+        device.take(slot_class, slot)
+        device.tensor(slot_class, slot).copy_(device.tensor(slot_class, source))
+        self._left(page_id)
+        self.table.shift(page_id, slot)
+        device.free(slot_class, source)
+        self._arrived(page_id, slot)
+        self.tiers.copier.released([self._tensors[page_id]])
+        self.counts["pages_moved"] += 1
 
-        Pages that leases hold or that are on their way stay where they are. No page changes its tier or its bytes.
-        """
-        device, table = self.tiers.device, self.table
-        self.tiers.copier.settle()
-        ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
-        owners = dict(zip(table.slot[ids].tolist(), ids.tolist(), strict=True))
-        still = {s for s, p in owners.items() if table.pins[p] or p in self.flights}
-        still |= {flight.slot for flight in self.flights.values() if flight.target is TierKind.DEVICE}
-        for source, target in device.moves_to_compact(slot_class, still):
-            page_id = owners[source]
-            device.take(slot_class, target)
-            device.tensor(slot_class, target).copy_(device.tensor(slot_class, source))
-            self._left(page_id)
-            table.shift(page_id, target)
-            device.free(slot_class, source)
-            self._arrived(page_id, target)
-            self.tiers.copier.released([self._tensors[page_id]])
-            self.counts["pages_moved"] += 1
-        return device.trim(slot_class)
+    def compact(self, slot_class: SlotClass, *, tight: bool = False) -> int:
+        """See :func:`megascale_omni.paging.compaction.compact`."""
+        return compact(self, slot_class, tight=tight)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -314,7 +326,7 @@ class Pager:
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
-    def _evict(self, page_id: int) -> None:
+    def _evict(self, page_id: int, *, to_disk: bool = False) -> None:
         """Starts a page's way out; a clean page without a place in the host arena is gone at once."""
         slot_class, slot = self.table.slot_class(page_id), int(self.table.slot[page_id])
         source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
@@ -322,7 +334,7 @@ class Pager:
         assert disk is not None
         self.shadows.of(slot_class).left(page_id)
         self.pace.left()
-        host_slot = self.host.admit(page_id)
+        host_slot = None if to_disk else self.host.admit(page_id)
         if host_slot is not None:
             held = self.tiers.host.tensor(slot_class, host_slot)
             future = mover.write(CopyJob(self.tiers.copier, (source, held), up=False))

@@ -117,14 +117,17 @@ class Arena:
         while len(space.free) < slots:
             self._grow(slot_class, space)
 
-    def trim(self, slot_class: SlotClass) -> int:
+    def trim(self, slot_class: SlotClass, *, tight: bool = False) -> int:
         """Returns the memory of segments without a taken slot beyond what the limit needs; the bytes returned.
+
+        ``tight``: of all segments without a taken slot.
 
         In ordinary memory, free slots of the segments that stay give theirs back as well where the limit does not need
         them; the system maps them again when they are written. They are not counted.
         """
         space = self._space(slot_class)
         keep = -(-space.limit // space.slots_per_segment) if space.limit is not None else len(space.segments)
+        keep = 0 if tight else keep
         busy = {slot // space.slots_per_segment for slot in space.taken}
         present = [i for i, segment in enumerate(space.segments) if segment is not None]
         freed = 0
@@ -192,6 +195,32 @@ class Arena:
         heapq.heapify(space.free)
         space.taken.add(slot)
 
+    def slots_kept(self, slot_class: SlotClass, fixed: Collection[int]) -> list[int]:
+        """Slots, ascending, of as few segments as hold all slots that are taken, those that are ``fixed`` in place."""
+        space = self._space(slot_class)
+        kept = self._kept(space, fixed, slots=len(space.taken))
+        return [s for i in sorted(kept) for s in range(i * space.slots_per_segment, (i + 1) * space.slots_per_segment)]
+
+    @staticmethod
+    def _kept(space: _SlotSpace, fixed: Collection[int], *, slots: int) -> set[int]:
+        """Segments that stay where ``slots`` slots are needed: those that hold most; among equals the first."""
+        per = space.slots_per_segment
+        held = {i: [0, 0] for i, segment in enumerate(space.segments) if segment is not None}
+        for slot in space.taken:
+            held[slot // per][0] += slot in fixed
+            held[slot // per][1] += 1
+        order = sorted(held, key=lambda i: (-(held[i][0] > 0), -held[i][1], i))
+        return set(order[: max(-(-slots // per), sum(count > 0 for count, _ in held.values()))])
+
+    def spare_slot(self, slot_class: SlotClass, wanted: Collection[int]) -> int:
+        """A free slot that is not ``wanted``; where there is none, memory for one is made, whatever the limit."""
+        space = self._space(slot_class)
+        found = next((slot for slot in space.free if slot not in wanted), None)
+        if found is None:
+            self._grow(slot_class, space)
+            found = next(slot for slot in space.free if slot not in wanted)
+        return found
+
     def moves_to_compact(self, slot_class: SlotClass, fixed: Collection[int]) -> list[tuple[int, int]]:
         """Moves (from slot, to slot) after which :meth:`trim` can return all it may, but for slots that are ``fixed``.
 
@@ -199,15 +228,9 @@ class Arena:
         """
         space = self._space(slot_class)
         per = space.slots_per_segment
-        present = [i for i, segment in enumerate(space.segments) if segment is not None]
         allowed = len(space.taken) if space.limit is None else max(space.limit, len(space.taken))
-        keep = -(-allowed // per)
-        held = {i: [0, 0] for i in present}
-        for slot in space.taken:
-            held[slot // per][0] += slot in fixed
-            held[slot // per][1] += 1
-        order = sorted(present, key=lambda i: (-(held[i][0] > 0), -held[i][1], i))
-        leaving = set(order[keep:])
+        kept = self._kept(space, fixed, slots=allowed)
+        leaving = {i for i, segment in enumerate(space.segments) if segment is not None and i not in kept}
         sources = [s for s in sorted(space.taken) if s // per in leaving and s not in fixed]
         targets = [s for s in sorted(space.free) if s // per not in leaving]
         return list(zip(sources, targets, strict=False))

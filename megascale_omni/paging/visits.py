@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from megascale_omni.paging.residency import pages_ahead, probable_experts
 from megascale_omni.paging.work import STATE, wanted_here
 from megascale_omni.schedule import Phase
 
+if TYPE_CHECKING:
+    from megascale_omni.paging.upkeep import Upkeep
+
 SWEEP_AHEAD = 16
 """Pages that a sweep page by page looks ahead."""
 
@@ -27,6 +30,7 @@ class Sweeper(Protocol):
     pager: Pager
     outlook: Outlook
     observers: list[Observer]
+    upkeep: Upkeep
 
     @property
     def modules(self) -> tuple[PagedModule, ...]:
@@ -55,6 +59,7 @@ class Visits:
             observer.visited(visit, pages)
         if self._manager.pager.can_evict:
             self._manager.pager.poll()
+            self._manager.upkeep.look()
             self._manager.outlook.begin(visit, pages)
 
     def reached(self, module: PagedModule, name: tuple[int, int]) -> None:

@@ -102,6 +102,15 @@ LAYOUTS: tuple[Layout, ...] = (
         "--use-distributed-optimizer",
     ),
     _layout(
+        "ep2etp2",
+        4,
+        "EP2 x ETP2: each expert spread over two ranks, all-gather dispatcher",
+        _GATED,
+        _NO_DROPOUT,
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --moe-token-dispatcher-type allgather",
+        "--global-batch-size 8",
+    ),
+    _layout(
         "pp2ep2",
         4,
         "PP2 x EP2, 1F1B, 4 micro-batches",

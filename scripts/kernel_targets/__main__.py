@@ -2,7 +2,8 @@
 
     python -m scripts.kernel_targets [--target cuda:90] [--kernel paged_adam]
 
-The exit status is 1 where a kernel spills registers, needs too much shared memory or does without matrix instructions.
+The exit status is 1 where a kernel spills registers, needs too much shared memory, does without matrix instructions,
+moves small elements one by one or waits in a loop of products for its operands.
 A process of its own: kernels that are interpreted cannot be compiled.
 """
 

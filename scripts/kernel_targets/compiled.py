@@ -26,6 +26,13 @@ MATRIX = {
     "hip:gfx942": r"v_mfma_",
 }
 """The matrix instruction that a target's products must use."""
+NARROW = {
+    "cuda": r"\b(?:ld|st)\.global[\w.:]*\.b(?:8|16)\b",
+    "hip": r"\b(?:global|buffer|flat)_(?:load|store)_u?(?:short|byte)\w*",
+}
+"""Accesses of one small element at a time: a fraction of the bandwidth."""
+WIDE = {"cuda": r"\b(?:ld|st)\.global[\w.:]*\.(?:v4\.b32|v2\.b64)\b", "hip": r"_(?:load|store)_dwordx[24]\b"}
+"""Accesses of 16 bytes, the most that an instruction moves; 8 where twice as many threads share a block."""
 _BIN = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
 _TYPE = re.compile(r"\*?(?:i1|i8|i16|i32|i64|fp16|bf16|fp32|fp64)(?::\d+)?")
 _TOOL_TIMEOUT_SECONDS = 120
@@ -61,18 +68,41 @@ def compile_spec(spec: Spec) -> Compiled:
         spilled_bytes=spilled,
         shared_bytes=shared,
         matrix_instructions=matrix,
-        problems=tuple(_problems(spec, text, spilled=spilled, shared=shared, matrix=matrix)),
+        problems=tuple(_problems(spec, text, kernel.asm["ttgir"], spilled=spilled, shared=shared, matrix=matrix)),
     )
 
 
-def _problems(spec: Spec, text: str, *, spilled: int, shared: int, matrix: int) -> list[str]:
-    found = []
+def operands_waited_for(ttgir: str) -> int:
+    """Tiles that a loop loads when it needs them, in Triton's intermediate code: none where they are copied ahead."""
+    loops: list[int] = []
+    waits = 0
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and indent <= loops[-1] and line.lstrip().startswith("}"):
+            loops.pop()
+        if "scf.for" in line:
+            loops.append(indent)
+        waits += bool(loops) and re.search(r"= tt\.load .*tensor<\d+x\d+x!tt\.ptr", line) is not None
+    return waits
+
+
+def _problems(spec: Spec, text: str, ttgir: str, *, spilled: int, shared: int, matrix: int) -> list[str]:
+    found, backend = [], spec.target.partition(":")[0]
+    if spec.wide:
+        narrow = len(re.findall(NARROW[backend], text))
+        if narrow:
+            found.append(f"{narrow} accesses of single small elements")
+        if not re.search(WIDE[backend], text):
+            found.append("no access of whole words")
     if spilled:
         found.append(f"{spilled} bytes of registers are spilled")
     if shared > SHARED_LIMIT_BYTES[spec.target]:
         found.append(f"{shared} bytes of shared memory, the chip has {SHARED_LIMIT_BYTES[spec.target]}")
     if spec.products and not matrix:
         found.append("products without matrix instructions")
+    waits = operands_waited_for(ttgir) if spec.products and backend == "cuda" else 0
+    if waits:
+        found.append(f"{waits} operands are waited for in a loop of products")
     if spec.exact and spec.target.startswith("cuda"):
         if ".ftz" in text:
             found.append("subnormal numbers are flushed to zero")

@@ -26,7 +26,7 @@ from megascale_omni.kernels import (
     probs_gradient,
     scaled_clip,
 )
-from megascale_omni.kernels.tiles import TileConfig, tiles_for
+from megascale_omni.kernels.tiles import GROUP, TileConfig, tiles_for
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 TABLE, TILES, HIDDEN = "*i64", "*i32", "i32:16"
@@ -39,8 +39,8 @@ Arguments = dict[str, object]
 class Spec:
     """A kernel with its arguments (types, or values of constants) and launch options, for one target.
 
-    ``products``: whether it must use the target's matrix instructions. ``exact``: whether its PTX must keep subnormal
-    numbers and IEEE division.
+    ``products``: whether it must use the target's matrix instructions, with operands copied ahead. ``exact``: whether
+    its PTX must keep subnormal numbers and IEEE division. ``wide``: whether it must move 16 bytes at a time.
     """
 
     kernel: Callable[..., object]
@@ -50,10 +50,14 @@ class Spec:
     options: dict[str, object] = field(default_factory=dict)
     products: bool = False
     exact: bool = False
+    wide: bool = True
 
 
 def _tile(tile: TileConfig) -> Arguments:
-    return {"BM": tile.m, "BN": tile.n, "BK": tile.k}
+    return {"BM": tile.m, "BN": tile.n, "BK": tile.k, "GROUP": GROUP}
+
+
+_GRID: Arguments = {"sources": "i32", "row_tiles": "i32", "columns": "i32"}
 
 
 def _activation(kind: str, gated: bool, clamp: float | None = None) -> Arguments:
@@ -75,27 +79,39 @@ def _products(target: str) -> Iterator[Spec]:
                 paged_fc1.paged_fc1,
                 f"paged_fc1 {tag}",
                 target,
-                {"x": data, "index": None, "probs": "*fp32:16", "pre": data, "activated": data, "items": TABLE}
+                _GRID
+                | {"x": data, "index": None, "probs": "*fp32:16", "pre": data, "activated": data, "items": TABLE}
                 | {"tiles": TILES, "BIAS": clamp is not None, "INDEX": False, "PROBS": True, "SAVE": True}
                 | shape
                 | _tile(tiles.fc1),
                 dict(tiles.fc1.launch),
                 products=name == "bf16",
+                wide=divisible,
             )
             yield Spec(
                 paged_activation_backward.paged_activation_backward,
                 f"paged_activation_backward {tag}",
                 target,
-                {"grad_y": data, "probs": "*fp32:16", "pre": data, "activated": data, "grad_pre": data}
+                _GRID
+                | {
+                    "grad_y": data,
+                    "index": None,
+                    "INDEX": False,
+                    "probs": "*fp32:16",
+                    "pre": data,
+                    "activated": data,
+                    "grad_pre": data,
+                }
                 | {"partials": "*fp32:16", "items": TABLE, "tiles": TILES, "wave_rows": "i32", "PROBS": True}
                 | {"ACTIVATED": True, "PARTIALS": True, "WIDE_PROBS": True}
                 | shape
                 | _tile(tiles.activation_backward),
                 dict(tiles.activation_backward.launch),
                 products=name == "bf16",
+                wide=divisible,
             )
         yield from _sums(target, name, common)
-    yield _gathered(target)
+    yield from _gathered(target)
 
 
 def _sums(target: str, name: str, common: Arguments) -> Iterator[Spec]:
@@ -106,7 +122,8 @@ def _sums(target: str, name: str, common: Arguments) -> Iterator[Spec]:
             paged_slice_sum.paged_slice_sum,
             f"paged_slice_sum {name} {matrix}",
             target,
-            {"left": data, "out": data, "carried_in": "*fp32:16", "carried_out": "*fp32:16", "items": TABLE}
+            _GRID
+            | {"left": data, "out": data, "carried_in": "*fp32:16", "carried_out": "*fp32:16", "items": TABLE}
             | {"chains": TABLE, "tiles": TILES}
             | common
             | part
@@ -118,7 +135,8 @@ def _sums(target: str, name: str, common: Arguments) -> Iterator[Spec]:
             paged_weight_gradient.paged_weight_gradient,
             f"paged_weight_gradient {name} {matrix}",
             target,
-            {"left": data, "right": data, "index": None, "items": TABLE, "row_tiles": "i32", "INDEX": False}
+            _GRID
+            | {"left": data, "right": data, "index": None, "items": TABLE, "num_items": "i32", "INDEX": False}
             | {"GRADIENT": tl.float32, "ROUNDED": True}
             | common
             | part
@@ -128,20 +146,45 @@ def _sums(target: str, name: str, common: Arguments) -> Iterator[Spec]:
         )
 
 
-def _gathered(target: str) -> Spec:
-    tile = tiles_for(torch.bfloat16, target=target).fc1
-    return Spec(
+def _gathered(target: str) -> Iterator[Spec]:
+    """What reads tokens by index, as a run does where tokens and experts are on one rank."""
+    tiles = tiles_for(torch.bfloat16, target=target)
+    data: Arguments = _GRID | {"index": "*i64:16", "INDEX": True, "items": TABLE, "tiles": TILES, "hidden": HIDDEN}
+    data |= {"DIVISIBLE": True, "PRECISION": "ieee"}
+    acting: Arguments = data | {"probs": "*fp32:16", "PROBS": True} | _activation("silu", True)
+    yield Spec(
         paged_fc1.paged_fc1,
         "paged_fc1 bf16 silu gated by index",
         target,
-        {"x": "*bf16:16", "index": "*i32:16", "probs": "*fp32:16", "pre": None, "activated": "*bf16:16"}
-        | {"items": TABLE, "tiles": TILES, "hidden": HIDDEN, "BIAS": False, "INDEX": True, "PROBS": True, "SAVE": False}
-        | {"PRECISION": "ieee", "DIVISIBLE": True}
-        | _activation("silu", True)
-        | _tile(tile),
-        dict(tile.launch),
+        acting
+        | {"x": "*bf16:16", "pre": "*bf16:16", "activated": "*bf16:16", "BIAS": False, "SAVE": True}
+        | _tile(tiles.fc1),
+        dict(tiles.fc1.launch),
         products=True,
     )
+    yield Spec(
+        paged_activation_backward.paged_activation_backward,
+        "paged_activation_backward bf16 silu gated by index",
+        target,
+        acting
+        | {"grad_y": "*bf16:16", "pre": "*bf16:16", "activated": "*bf16:16", "grad_pre": "*bf16:16"}
+        | {"partials": "*fp32:16", "wave_rows": "i32", "ACTIVATED": True, "PARTIALS": True, "WIDE_PROBS": True}
+        | _tile(tiles.activation_backward),
+        dict(tiles.activation_backward.launch),
+        products=True,
+    )
+    for matrix, wide, skip in (("down", 1, 2), ("fc1", 2, 0)):
+        yield Spec(
+            paged_weight_gradient.paged_weight_gradient,
+            f"paged_weight_gradient bf16 {matrix} by index",
+            target,
+            data
+            | {"left": "*bf16:16", "right": "*bf16:16", "num_items": "i32", "GRADIENT": tl.float32, "ROUNDED": True}
+            | {"WIDE": wide, "SKIP": skip}
+            | _tile(tiles.weight_gradient_by_index),
+            dict(tiles.weight_gradient_by_index.launch),
+            products=True,
+        )
 
 
 def _elementwise(target: str) -> Iterator[Spec]:
@@ -151,6 +194,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
         target,
         {"partials": "*fp32:16", "out": "*fp32:16", "items": TABLE, "chains": TABLE, "tiles": TILES, "wave_rows": "i32"}
         | {"TILE": 64, "BM": 128},
+        wide=False,
     )
     for decoupled in (True, False):
         yield Spec(
@@ -177,7 +221,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
         page_checksum.page_checksum,
         "page_checksum",
         target,
-        {"pages": TABLE, "blocks": TABLE, "out": "*i64:16", "BLOCK": page_checksum.BLOCK},
+        {"pages": TABLE, "blocks": TABLE, "out": "*i64:16", "ALIGNED": True, "BLOCK": page_checksum.BLOCK},
     )
     yield Spec(
         gradient_statistics.gradient_statistics,
@@ -192,6 +236,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
         "add_statistics",
         target,
         {"partials": "*fp64:16", "bounds": "*i64:16", "out": "*fp64:16", "BLOCK": 256},
+        wide=False,
     )
     yield Spec(
         scaled_clip.scaled_clip,
@@ -210,7 +255,7 @@ def _elementwise(target: str) -> Iterator[Spec]:
             | {"BLOCK": bf16_wire.BLOCK}
             | pages,
         )
-    rows: Arguments = {"hidden": HIDDEN, "BLOCK": permute_rows.BLOCK}
+    rows: Arguments = {"rows": "i32", "hidden": HIDDEN, "BLOCK": permute_rows.BLOCK}
     yield Spec(
         permute_rows.permute_rows,
         "permute_rows",
@@ -223,6 +268,12 @@ def _elementwise(target: str) -> Iterator[Spec]:
         target,
         {"y": "*bf16:16", "position": "*i32:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8, "WEIGHT": True}
         | rows,
+    )
+    yield Spec(
+        permute_rows.sum_rows,
+        "sum_rows",
+        target,
+        {"y": "*bf16:16", "order": "*i64:16", "bounds": "*i64:16", "out": "*bf16:16", "tokens": "i32"} | rows,
     )
     yield Spec(
         permute_rows.row_products,

@@ -215,6 +215,7 @@ def _time_row(row_id: str, ranks: int, *, bound: float, aim: float | None) -> Ro
 _MODES = {
     "tokens": ("ep2dp2", "--megascale-move tokens"),
     "pages": ("ep2dp2_distopt", "--megascale-move pages"),
+    "spread": ("ep2etp2", "--megascale-move tokens"),
     "gossip": ("ep2", "--megascale-move auto --megascale-discovery gossip"),
     "demand": ("ep2dp2_distopt", "--megascale-move auto --megascale-fetch demand"),
     "pipeline": ("pp2ep2", "--megascale-move pages"),

@@ -28,6 +28,7 @@ from megascale_omni.paging.budget import smallest_budget
 from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
+from megascale_omni.paging.memory import MemoryProbe
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.needs import class_needs
 from megascale_omni.paging.planes import Plane
@@ -125,11 +126,14 @@ class Model:
         mover: Mover | None = None,
         *,
         copier: Copier | None = None,
+        memory: MemoryProbe | None = None,
         poison: bool = True,
     ) -> None:
         self.task = task
         self.device = torch.device(task.device)
-        self.manager = ExpertManager(device=self.device, options=options, mover=mover, copier=copier, poison=poison)
+        self.manager = ExpertManager(
+            device=self.device, options=options, mover=mover, copier=copier, memory=memory, poison=poison
+        )
         workspace = Workspace(self.device)
         generator = torch.Generator().manual_seed(task.seed)
         self.modules = [

@@ -9,6 +9,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 
+from megascale_omni.ranks import all_or_none
+
 from .errors import UsageError
 from .peers import Peers
 from .rendezvous import agreed_start
@@ -50,19 +52,8 @@ class Distributed:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def agree(self, check: Callable[[], None]) -> None:
-        """Run a check on every rank; if it raises UsageError on any, raise that error on all of them."""
-        message: str | None = None
-        try:
-            check()
-        except UsageError as error:
-            message = str(error)
-        messages: list[str | None] = [None] * self.world_size
-        torch.distributed.all_gather_object(messages, message)
-        failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
-        if failed:
-            rank, text = failed[0]
-            assert text is not None
-            raise UsageError(text if len(failed) == self.world_size else f"{text} (on rank {rank})")
+        """Run a check on every rank; what it raises on any, UsageError above all, is raised on all of them."""
+        all_or_none(check, kind=UsageError)
 
     def close(self) -> None:
         """Destroy Megatron's groups."""

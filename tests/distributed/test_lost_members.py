@@ -14,7 +14,7 @@ from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards, broadcast_owned
 from megascale_omni.groups import channel as channel_module
 from megascale_omni.groups.channel import Channel
-from megascale_omni.groups.dispatch import GroupOptions
+from megascale_omni.groups.dispatch import GroupDispatcher, GroupOptions
 from megascale_omni.optimizer.fetch import PageFetcher
 from tests.distributed.group_side import LOCAL, GroupSide, random_map
 from tests.unit.experts.paged import random_batch, small_experts
@@ -27,6 +27,7 @@ PHASES: dict[str, tuple[str, int]] = {
     "dispatch": ("tokens", 1),
     "pages on their way": ("pages", 6),
     "return": ("tokens", 4),
+    "rows to spread pages": ("spread", 1),
     "gradients on their way": ("reduce", 1),
     "updated pages to copies": ("broadcast", 0),
     "pages on demand": ("fetch", 1),
@@ -42,6 +43,10 @@ def _work(kind: str, channel: Channel, rank: int, world: int) -> Callable[[], ob
     if kind in ("tokens", "pages"):
         side = GroupSide(channel, GroupOptions(move=kind))  # type: ignore[arg-type]
         return lambda: side.step(random_map(12, LOCAL * world, seed=rank), seed=rank)
+    if kind == "spread":
+        spread = GroupDispatcher(Channel(None), 4, spread=channel)
+        x_Th, map_TE = torch.ones(3, 24), random_map(3, 4, seed=rank)
+        return lambda: spread.depart(x_Th, map_TE, torch.rand(map_TE.shape)).arrive()
     experts, shards = small_experts(num_experts=4), PageShards(rank, world, channel.group)
     if kind == "reduce":
         batch = random_batch((2, 2, 2, 2))

@@ -1,5 +1,6 @@
 """What the ranks of test_parameter_lists.py do."""
 
+import contextlib
 import copy
 from dataclasses import replace
 from typing import Any
@@ -86,7 +87,7 @@ def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
 
 
 def refusals(rank: int, world: int, *, ways: list[str]) -> list[str]:
-    """What is said about things that the section cannot serve."""
+    """What is said about things that the section cannot serve; model and optimizer are then as they were."""
     found = []
     for way in ways:
         try:
@@ -142,7 +143,21 @@ def _initialise(way: str) -> None:
             config["megascale"]["expert_parallel_size"] = 3
         elif way == "budget":
             config["megascale"] |= {"device_budget": "64KiB", "disk_path": "."}
-        deepspeed.initialize(model=model, config=config, **given)
+        elif way == "clip":
+            config["megascale"]["clip"] = {"mode": "cmsa", "mpus": "no/such/file.json"}
+        elif way == "clip_base":
+            config["megascale"]["clip"] = {"mode": "cmsa"}
+            config["gradient_clipping"] = 0.0
+        before = copy.deepcopy(model.state_dict())
+        groups = [list(group["params"]) for group in given["optimizer"].param_groups] if "optimizer" in given else []
+        try:
+            deepspeed.initialize(model=model, config=config, **given)
+        finally:
+            after = model.state_dict()
+            assert before.keys() == after.keys()
+            assert all(value.equal(after[name]) for name, value in before.items())
+            for group, held in zip(given["optimizer"].param_groups if groups else [], groups, strict=True):
+                assert all(a is b for a, b in zip(group["params"], held, strict=True))
 
 
 def frozen(rank: int, world: int) -> dict[str, bool]:
@@ -188,26 +203,58 @@ def owned(rank: int, world: int, *, experts: int) -> list[int]:
         return list(module.owned)
 
 
-def left_by_zero_grad(rank: int, world: int) -> list[tuple[int, int]]:
-    """Gradient pages before and after the optimizer's ``zero_grad``, in fp32 and bf16 without ZeRO."""
+ZERO_GRADS = [
+    *((stage, 2, False, of) for stage in (0, 1, 2, 3) for of in ("optimizer", "engine")),
+    *((stage, 1, False, "optimizer") for stage in (1, 2, 3)),
+    *((stage, accumulation, True, "optimizer") for stage in (0, 1) for accumulation in (1, 2)),
+    (1, 1, True, "engine"),
+]
+"""Stage, micro-batches of a step, whether the backward before it was interrupted, and whose ``zero_grad``. Under ZeRO 2
+and 3 stock itself does not go on after an interrupted backward."""
+
+
+def after_zero_grad(rank: int, world: int) -> dict[str, float]:
+    """How far the experts' first moments are from stock's after a step in which gradients were dropped."""
     with fresh_deepspeed():
-        import deepspeed
-
-        import deepspeed_ext  # noqa: F401
-
-        found = []
-        for bf16 in (False, True):
-            case = replace(CASE, stage=0, bf16=bf16)
-            engine, optimizer, *_ = deepspeed.initialize(model=model_of(case), config=case.config(megascale=True))
-            batch = batches_of(case, rank, world, 0)[0]
-            engine.backward(engine(input_ids=batch, labels=batch).loss)
-            gradients = engine.experts_step.gradients
-            counts = [sum(len(gradients.present(e)) for e in engine.modules_in_pages)]
-            optimizer.zero_grad()
-            counts.append(sum(len(gradients.present(e)) for e in engine.modules_in_pages))
-            found.append((counts[0], counts[1]))
-            engine.destroy()
+        found = {}
+        for stage, accumulation, interrupted, of in ZERO_GRADS:
+            case = replace(CASE, stage=stage, accumulation=accumulation, size=Size(experts=4, layers=1), clipping=0.0)
+            case = replace(case, bf16=stage == 0 and interrupted)
+            stock, paged = (_with_zero_grad(case, interrupted, of, megascale=side) for side in (False, True))
+            name = f"ZeRO {stage}, {of}, accumulation {accumulation}{', interrupted' if interrupted else ''}"
+            kinds = {key: value["exp_avg"] for key, value in stock.items()}
+            found[name] = max(float((paged[key]["exp_avg"] - m).norm() / m.norm()) for key, m in kinds.items())
         return found
+
+
+def _with_zero_grad(case: Case, interrupted: bool, of: str, *, megascale: bool) -> State:
+    import deepspeed
+
+    import deepspeed_ext  # noqa: F401
+
+    engine, optimizer, *_ = deepspeed.initialize(model=model_of(case), config=case.config(megascale=megascale))
+    engine.train()
+    first, *others = (batches_of(case, 0, 1, number)[0] for number in range(1 + case.accumulation))
+    handle = engine.module.model.layers[0].self_attn.register_full_backward_hook(_interrupt) if interrupted else None
+    with contextlib.suppress(InterruptedError):
+        engine.backward(engine(input_ids=first, labels=first).loss)
+        assert handle is None, "the backward went on"
+    if handle is not None:
+        handle.remove()
+    (optimizer if of == "optimizer" else engine).zero_grad()
+    if case.accumulation > 1 and not interrupted:  # the first micro-batch of a step whose gradients were dropped
+        engine.step()
+        others = others[1:]
+    for batch in others:
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+    state = read_state(engine)
+    engine.destroy()
+    return state
+
+
+def _interrupt(module: torch.nn.Module, inward: object, outward: object) -> None:
+    raise InterruptedError
 
 
 def engines(rank: int, world: int) -> list[str]:

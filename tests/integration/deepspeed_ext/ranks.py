@@ -1,5 +1,6 @@
 """What the ranks of these tests do, as functions of a job (see tests/distributed/pool.py)."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,52 @@ def saved(rank: int, world: int, *, case: Case, folder: str) -> State:
         state = read_state(side.engine)
         side.engine.destroy()
         return state
+
+
+def saved_twice(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
+    """What is said of a checkpoint that a second save of its tag, in which DeepSpeed failed, has left; and of how the
+    run goes on.
+    """
+    with fresh_deepspeed():
+        side = side_of(case)
+        engine = side.engine
+        said = []
+        for number, fails in ((0, False), (1, True)):
+            steps(side, rank, world, range(number, number + 1))
+            before, saving = read_state(engine), engine._save_zero_checkpoint
+            if fails:
+                engine._save_zero_checkpoint = _disk_is_full
+            try:
+                engine.save_checkpoint(folder, tag="best")
+            except OSError as error:
+                said.append(str(error))
+            engine._save_zero_checkpoint = saving
+        for attempt in (lambda: engine.load_checkpoint(folder), lambda: fp32_state_of(folder)):
+            try:
+                attempt()
+            except ValueError as error:
+                said.append(str(error))
+        said.append(f"{len(differences(before, read_state(engine)))} tensors changed")
+        engine.save_16bit_model(folder)  # commits as a checkpoint does
+        assert not (Path(folder) / "best" / "megascale").exists()
+        engine.save_checkpoint(folder, tag="best")
+        engine.destroy()
+        other = side_of(case).engine
+        other.load_checkpoint(folder)
+        said.append(f"{len(differences(before, read_state(other)))} tensors changed")
+        other.destroy()
+        return said
+
+
+def _disk_is_full(*_: object) -> None:
+    raise OSError("no space left")
+
+
+def fp32_state_of(folder: str) -> dict[str, torch.Tensor]:
+    from deepspeed.utils import zero_to_fp32
+
+    found: dict[str, torch.Tensor] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    return found
 
 
 def loaded(rank: int, world: int, *, case: Case, folder: str, optimizer_states: bool = True) -> State:
@@ -217,3 +264,23 @@ def fp32_script(rank: int, world: int, *, arguments: list[str]) -> None:
         from deepspeed_ext.fp32 import main
 
         main(arguments)
+
+
+def lose_a_rank(rank: int, world: int, *, case: Case, dead: int, exchanges: int) -> None:
+    """A step in which rank ``dead`` ends instead of making one more exchange of tokens."""
+    from megascale_omni.groups import channel
+    from megascale_omni.groups.channel import Channel
+
+    with fresh_deepspeed():
+        side, made, exchange = side_of(case), 0, Channel.exchange
+
+        def counted(self: Channel, *args: Any) -> torch.Tensor:
+            nonlocal made
+            if rank == dead and made == exchanges:
+                os._exit(7)
+            made += 1
+            return exchange(self, *args)
+
+        channel._ANSWER_SECONDS = 0.3  # this process ends with the test
+        Channel.exchange = counted  # type: ignore[method-assign,assignment]
+        steps(side, rank, world, range(1))

@@ -7,7 +7,8 @@ import pytest
 
 from scripts.deepspeed_runs.models import Size
 from scripts.deepspeed_runs.proof import Case, Deviations
-from tests.distributed.pool import Pools
+from tests.distributed import pool
+from tests.distributed.pool import Pools, RanksDied
 from tests.integration.deepspeed_ext import ranks
 
 BOUNDS = {"routing": 0.0, "loss": 1e-6, "norm": 1e-6, "gradient": 1e-5, "second moment": 1e-5, "update": 1e-5}
@@ -85,6 +86,16 @@ def test_experts_divided_among_ranks(pools: Pools) -> None:
         for family, stage in (("mixtral", 0), ("gpt_oss", 2), ("mixtral", 3))
     ]
     prove(pools, 2, cases)
+
+
+def test_a_rank_that_died_is_named(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a backward: a layer's forward has exchanged rows twice, and there are two layers."""
+    monkeypatch.setattr(pool, "GRACE_AFTER_DEATH_SECONDS", 30.0)  # the others answer long before
+    case = Case(stage=2, section={"expert_parallel_size": 3}, size=Size(experts=6))
+    with pytest.raises(RanksDied, match="rank 2 with exit code 7 died") as caught:
+        pools[3].run(ranks.lose_a_rank, case=case, dead=2, exchanges=5)
+    for rank in (0, 1):
+        assert f"rank {rank}: exchanging rows of tokens failed: ranks [2] do not answer" in str(caught.value)
 
 
 def test_half_precision_deviates_no_more_than_stock_from_itself(pools: Pools) -> None:

@@ -80,6 +80,14 @@ def test_damaged_files_are_refused_by_every_rank(pools: Pools, tmp_path: Path) -
         pools[1].run(ranks.loaded, case=FEW_TOKENS, folder=str(tmp_path))
 
 
+def test_files_of_two_saves_are_never_loaded_together(pools: Pools, tmp_path: Path) -> None:
+    for said in pools[2].run(ranks.saved_twice, case=replace(FEW_TOKENS, stage=3, bf16=True), folder=str(tmp_path)):
+        full, load, fp32, changed, goes_on = said
+        assert full == "no space left"
+        assert all("a save of this checkpoint was interrupted" in message for message in (load, fp32))
+        assert changed == goes_on == "0 tensors changed"
+
+
 def test_another_model_is_refused(pools: Pools, tmp_path: Path) -> None:
     pools[1].run(ranks.saved, case=FEW_TOKENS, folder=str(tmp_path))
     other = replace(FEW_TOKENS, size=replace(FEW_TOKENS.size, experts=4))

@@ -31,6 +31,11 @@ def test_another_stage_and_number_of_ranks(
     for state, _, told in pools[other_world].run(ranks.loaded_elastic, case=other, folder=str(tmp_path)):
         assert ranks.differences(before, state) == []
         assert told == ({"epoch": 7}, 3, clipping)
+    opened = Checkpointer(tmp_path).open()
+    assert opened is not None
+    assert {"megascale", "deepspeed", "transformers", "configuration"} <= opened.manifest.versions.keys()
+    assert opened.manifest.configuration["deepspeed"].get("zero_optimization", {}).get("stage", 0) == stage
+    assert opened.manifest.configuration["model"]["model_type"] == "olmoe"
 
 
 def test_the_same_layout_goes_on_to_the_bit(pools: Pools, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ REFUSED = {
     "bf16_model": 'add "bf16"',
     "ranks": "expert_parallel_size=3 does not divide",
     "budget": '"device_budget": [0-9]+ or more',
+    "clip": "no/such/file.json",
+    "clip_base": "CMSA needs a clipping norm above 0",
 }
 
 
@@ -47,11 +49,11 @@ def test_sixty_experts_on_two_ranks(pools: Pools) -> None:
     assert pools[2].run(lists.owned, experts=60) == [list(range(30)), list(range(30, 60))]
 
 
-def test_zero_grad_of_the_optimizer_drops_gradient_pages(pools: Pools) -> None:
-    (found,) = pools[1].run(lists.left_by_zero_grad)
-    for before, after in found:
-        assert before > 0
-        assert after == 0
+def test_zero_grad_drops_what_it_drops_of_stock(pools: Pools) -> None:
+    """Between the micro-batches of a step, after its only one, and after a backward that was interrupted."""
+    (found,) = pools[1].run(lists.after_zero_grad)
+    for case, difference in found.items():
+        assert difference <= 1e-6, case
 
 
 def test_without_a_section_and_after_disable_the_engine_is_stocks(pools: Pools) -> None:

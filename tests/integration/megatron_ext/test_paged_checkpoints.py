@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveRequest
+from megascale_omni.checkpoint.manifest import verify
+from megascale_omni.checkpoint.store import list_checkpoints
 from tests.distributed.pool import RanksRaised
 from tests.integration.megatron_ext.runs import (
     DISTRIBUTED_OPTIMIZER,
@@ -50,14 +52,36 @@ def load_and_save(
         return losses(run, more), position
 
 
-def moved(pools: Any, corpus: str, tmp_path, first: tuple[int, str], second: tuple[int, str], common: str) -> None:
+def go_on_and_save(rank: int, world: int, *, corpus: str, options: str, folder: str) -> None:
+    with trainer(corpus, options, f"--load {folder} --save {folder}", megascale=True) as run:
+        losses(run, 1)
+        run.save()
+        run.finish_saves()
+
+
+def carried(root: str) -> dict[str, Any]:
+    """What a checkpoint has beside tensors that any layout must have alike, as texts: NaN is not equal to itself."""
+    opened = Checkpointer(root).open()
+    assert opened is not None
+    manifest, names = opened.manifest, ("schedule", "clipping", "paging_step")
+    assert {"megascale", "torch", "megatron-core", "configuration"} <= manifest.versions.keys()
+    assert manifest.configuration["model"]["num_moe_experts"] == 4
+    assert manifest.configuration["megascale"]["checkpoint"]["format"] == "paged"
+    assert manifest.values["schedule"]["num_steps"] > 0
+    return {name: repr(manifest.values[name]) for name in names}
+
+
+def moved(
+    pools: Any, corpus: str, tmp_path, first: tuple[int, str], second: tuple[int, str], common: str, batch: int = 8
+) -> None:
     """What ``first`` saves, ``second`` loads and saves again; both hold the same."""
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     pools[first[0]].run(run_and_save, corpus=corpus, options=f"{first[1]} {common}", folder=one)
     results = pools[second[0]].run(
         load_and_save, corpus=corpus, options=f"{second[1]} {common}", source=one, target=other
     )
-    assert {position[:2] for _, position in results} == {(STEPS, STEPS * 8)}
+    assert {position[:2] for _, position in results} == {(STEPS, STEPS * batch)}
+    assert carried(one) == carried(other)
     held = contents(one)
     assert any(name.startswith("optimizer.exp_avg.") for name in held)
     assert any(name.endswith("moment2") for name in held)
@@ -72,6 +96,12 @@ def moved(pools: Any, corpus: str, tmp_path, first: tuple[int, str], second: tup
 def test_ep2_dp2_loads_anywhere(pools, corpus, tmp_path, second, options):
     first = (4, EXPERT_PARALLEL)
     moved(pools, corpus, tmp_path, first, (second, options), f"{GATED} {SPARSE} {PAGED}")
+
+
+def test_a_data_parallel_rank_less(pools, corpus, tmp_path):
+    """Flat shards of four ranks as those of three, and what clipping by module has measured."""
+    common = f"--bf16 {DISTRIBUTED_OPTIMIZER} --global-batch-size 12 --micro-batch-size 1 --megascale-clip cmsa {PAGED}"
+    moved(pools, corpus, tmp_path, (4, ""), (3, ""), common, batch=12)
 
 
 def test_distributed_optimizer_and_bf16_and_back(pools, corpus, tmp_path):
@@ -91,6 +121,21 @@ def test_a_resumed_run_goes_on_to_the_bit(pools, corpus, tmp_path, world, option
     straight = pools[world].run(run_and_save, corpus=corpus, options=options, folder=one, more=4)
     resumed = pools[world].run(load_and_save, corpus=corpus, options=options, source=one, target=other, more=4)
     assert [found for found, _ in resumed] == straight
+
+
+def test_increments_go_on_where_a_run_is_resumed(pools, corpus, tmp_path):
+    """A run counts on from the checkpoint that it loaded, and its first save refers to that."""
+    folder = str(tmp_path / "run")
+    few = "--num-experts 32 --micro-batch-size 1 --global-batch-size 1"  # 16 tokens: most experts have none
+    options = f"{SPARSE} {few} {PAGED} --megascale-checkpoint-full-every 2"
+    pools[1].run(run_and_save, corpus=corpus, options=options, folder=folder)
+    for _ in range(2):
+        pools[1].run(go_on_and_save, corpus=corpus, options=options, folder=folder)
+    found, broken = list_checkpoints(tmp_path / "run")
+    assert not broken
+    kinds = [(f.manifest.step, f.manifest.values["saves_since_full"], bool(f.manifest.needs)) for f in found]
+    assert kinds == [(6, 0, False), (5, 1, True), (4, 0, False)]
+    assert [verify(f.folder) for f in found] == [[]] * 3
 
 
 def test_a_checkpoint_of_another_framework_is_refused(pools, corpus, tmp_path):

@@ -90,7 +90,7 @@ def test_a_folder_removed_between_saves_is_made_anew_with_a_whole_checkpoint(tmp
     run.step(5, touched(5))
     checkpoints.save(run.state(), SaveRequest(tag="t5", step=5, full=False))
     assert list_checkpoints(root)[0][0].manifest.kind == "full"
-    assert "is no longer what this run saved there: t5 is saved whole" in caplog.text
+    assert "no longer has what this run saved or loaded there: t5 is saved whole" in caplog.text
     shutil.rmtree(root)
     run.step(6, touched(6))
     checkpoints.save(run.state(), SaveRequest(tag="t6", step=6, full=False))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -56,8 +57,8 @@ def at_step(steps: int, **options) -> Run:
     return run
 
 
-def load(root: Path, tag: str | None = None) -> Run:
-    run = Run(0, Layout(), seed=99)
+def load(root: Path, tag: str | None = None, **options) -> Run:
+    run = Run(0, Layout(), seed=99, **options)
     checkpoints = Checkpointer(root)
     load_newest(checkpoints, run, tag=tag)
     return run
@@ -165,6 +166,71 @@ def test_a_new_run_begins_with_a_full_one(tmp_path):
     resumed = load(tmp_path)
     Checkpointer(tmp_path).save(resumed.state(), SaveRequest(tag="t2b", step=2, full=False))
     assert list_checkpoints(tmp_path)[0][0].manifest.kind == "full"
+
+
+RESUMED = {"same": (Layout(), True), "ep2": (Layout(2, ep=2), True), "cut": (Layout(rows=40), False)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", RESUMED)
+def test_what_a_run_was_resumed_from_is_not_stored_again(tmp_path, case, dtype):
+    """In any layout of ranks; pages that are cut otherwise have other bytes and are stored."""
+    layout, refers = RESUMED[case]
+    Checkpointer(tmp_path).save(at_step(3, dtype=dtype).state(), SaveRequest(tag="t3", step=3))
+    ranks = ThreadRanks(layout.world)
+
+    def resumed(rank) -> None:
+        run, checkpoints = Run(rank.rank, layout, seed=99, dtype=dtype), Checkpointer(tmp_path, ranks=rank)
+        load_newest(checkpoints, run)
+        checkpoints.save(run.state(), SaveRequest(tag="t3b", step=3, full=False))
+        run.step(4, touched(4))
+        checkpoints.save(run.state(), SaveRequest(tag="t4", step=4, full=False))
+
+    ranks.run(resumed)
+    manifests = {found.manifest.tag: found.manifest for found in list_checkpoints(tmp_path)[0]}
+    assert (manifests["t3b"].kind, set(manifests["t3b"].needs)) == (
+        ("increment", {"t3"}) if refers else ("full", set())
+    )
+    if refers:
+        assert size(tmp_path / "t3b" / "mpu_002_experts_state") < 100 * layout.world
+        assert "t3" in manifests["t4"].needs
+    for tag, steps in (("t3b", 3), ("t4", 4)):
+        assert verify(tmp_path / tag) == []
+        assert_same(load(tmp_path, tag, dtype=dtype), at_step(steps, dtype=dtype))
+
+
+def test_a_checkpoint_that_takes_the_place_of_its_base_is_whole(tmp_path, caplog):
+    """As the last save of a run does at an iteration that was just saved. What else needed the old one is named."""
+    run, checkpoints = at_step(2), Checkpointer(tmp_path)
+    for tag, step in (("a", 2), ("a", 2), ("b", 2), ("a", 3)):
+        if step > run.adam.num_steps:
+            run.step(step, touched(step))
+        checkpoints.save(run.state(), SaveRequest(tag=tag, step=step, full=False))
+        assert verify(tmp_path / tag) == []
+        assert_same(load(tmp_path, tag), at_step(step))
+        assert ("b, made from the one before, can no longer be loaded" in caplog.text) == (step == 3)
+
+
+def test_weights_alone_and_another_folder_are_no_base(tmp_path):
+    Checkpointer(tmp_path / "a").save(at_step(3).state(), SaveRequest(tag="t3", step=3))
+    for name, folder, with_optimizer in (("weights", "a", False), ("elsewhere", "b", True)):
+        run, source = Run(0, Layout(), seed=99), Checkpointer(tmp_path / "a")
+        opened = source.open("t3")
+        assert opened is not None
+        target = source if folder == "a" else Checkpointer(tmp_path / folder)
+        target.load(opened, run.state(), with_optimizer=with_optimizer)
+        target.save(run.state(), SaveRequest(tag=name, step=3, full=False))
+        assert {f.manifest.tag: f.manifest.kind for f in list_checkpoints(tmp_path / folder)[0]}[name] == "full"
+
+
+def test_a_base_that_is_gone_meanwhile_is_not_referred_to(tmp_path, caplog):
+    Checkpointer(tmp_path).save(at_step(3).state(), SaveRequest(tag="t3", step=3))
+    run, checkpoints = Run(0, Layout(), seed=99), Checkpointer(tmp_path)
+    load_newest(checkpoints, run)
+    shutil.rmtree(tmp_path / "t3")
+    checkpoints.save(run.state(), SaveRequest(tag="t3b", step=3, full=False))
+    assert "no longer has what this run saved or loaded there: t3b is saved whole" in caplog.text
+    assert_same(load(tmp_path), at_step(3))
 
 
 def test_ranks_fail_together(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.checkpoint import attempt, check
+from deepspeed_ext.checkpoint import check
 
 FILES = {
     0: ["mp_rank_00_model_states.pt"],
@@ -52,8 +52,3 @@ def test_pages_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     (tag / "megascale").rmdir()
     with pytest.raises(ValueError, match="was saved without megascale"):
         check(tag, paged=True, stage=0, module_only=False)
-
-
-def test_an_error_of_any_kind_is_told_to_the_other_ranks() -> None:
-    assert attempt(lambda: [][0]) == "IndexError: list index out of range"  # type: ignore[arg-type]
-    assert attempt(lambda: None) is None

@@ -29,6 +29,7 @@ def small_experts(
     *,
     num_experts: int = 4,
     rows: int = 16,
+    ffn: int = FFN,
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
     gradient_dtype: torch.dtype | None = None,
@@ -43,7 +44,7 @@ def small_experts(
     experts = PagedExperts(
         manager=manager,
         path=f"module{len(manager.modules)}.experts",
-        layout=PageLayout(ExpertShape(hidden=HIDDEN, ffn=FFN, gated=activation.gated, bias=bias), rows),
+        layout=PageLayout(ExpertShape(hidden=HIDDEN, ffn=ffn, gated=activation.gated, bias=bias), rows),
         num_experts=num_experts,
         dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: gradient_dtype or dtype},
         activation=activation,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 Order = str | int
@@ -170,3 +171,10 @@ def _reordered(run: Any, executor: Any, order: Order, args: Any, kwargs: Any) ->
         return run(executor, *args, **kwargs)
     finally:
         interpreter._patch_lang, inspect.getcallargs, executor.fn = patch, getcallargs, function
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on kernels are as they are without ``debug``: their assertions are not there."""
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=False))

@@ -7,13 +7,29 @@ from typing import get_args
 import pytest
 import torch
 
+from megascale_omni.experts import function
 from megascale_omni.experts.activation import Activation, Kind
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.tokens import sum_rows
 from megascale_omni.kernels.backend import TritonBackend
 from megascale_omni.paging import batches
 from megascale_omni.paging.tiers import TierKind
-from tests.unit.experts.paged import FFN, GELU, SWIGLU, Batch, paged, random_batch, small_experts
+from tests.unit.experts.paged import (
+    FFN,
+    GELU,
+    HIDDEN,
+    SWIGLU,
+    Batch,
+    drop_gradients,
+    grad_of,
+    gradients,
+    leaf,
+    paged,
+    random_batch,
+    small_experts,
+)
 from tests.unit.experts.reference import Tensors, reference, relative_error
+from tests.unit.experts.test_tokens import index_of
 from tests.unit.kernels.checker import checked
 
 CPU = torch.device("cpu")
@@ -122,6 +138,32 @@ def test_one_launch_a_product_serves_all_pages_of_a_wave():
     with checked(reachable=lambda: pages_of(experts)) as launched:
         paged(experts, batch)
     assert launched == [*FORWARD, *BACKWARD, "probs_gradient", "paged_slice_sum"]
+
+
+BY_INDEX = {"two each": [[0, 1], [1, 3], [0, 3]] * 4, "some dropped": [[0], [], [0, 1, 2, 3], [2]], "none": [[], []]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routes", BY_INDEX.values(), ids=BY_INDEX.keys())
+def test_tokens_read_by_index_give_the_bits_of_their_rows_and_no_row_is_copied(monkeypatch, routes, dtype):
+    experts = kernel_experts(bias=True, dtype=dtype)
+    index, counts = index_of(routes)
+    tokens, probs = torch.randn(len(routes), HIDDEN).to(dtype), torch.rand(len(index)).to(dtype)
+    grad, found = torch.randn(len(routes), HIDDEN).to(dtype), []
+    for by_index in (False, True):
+        x, p = leaf(tokens), leaf(probs)
+        if by_index:
+            monkeypatch.setattr(function, "gather_rows", lambda *_: pytest.fail("rows of tokens are made"))
+        with checked(reachable=lambda: pages_of(experts), order=3) as launched:
+            if by_index:
+                y = experts(x, counts, p, index)
+            else:
+                y = sum_rows(experts(x.index_select(0, index), counts, p), index, len(routes))
+            y.backward(grad)
+        assert launched.count("sum_rows") == (2 if by_index else 0)
+        found.append({"y": y.detach(), "x": grad_of(x), "probs": grad_of(p), **gradients(experts)})
+        drop_gradients(experts)
+    assert [name for name, tensor in found[0].items() if not tensor.equal(found[1][name])] == []
 
 
 def test_tokens_of_another_dtype_than_the_weights_are_refused():

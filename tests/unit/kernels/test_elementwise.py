@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megascale_omni.experts.tokens import sum_rows
 from megascale_omni.kernels.bf16_wire import pack_bf16, unpack_bf16
 from megascale_omni.kernels.gradient_statistics import CHUNK, COLUMNS, statistics_of_groups
-from megascale_omni.kernels.page_checksum import page_checksums
-from megascale_omni.kernels.page_copy import copy_pages, gather_pages, scatter_pages
-from megascale_omni.kernels.permute_rows import permute, unpermute, weight_gradient
+from megascale_omni.kernels.page_checksum import page_checksum, page_checksums
+from megascale_omni.kernels.page_copy import copy_pages, gather_pages, page_copy, scatter_pages
+from megascale_omni.kernels.permute_rows import permute, sum_by_token, unpermute, weight_gradient
 from megascale_omni.kernels.scaled_clip import scale_groups
-from tests.unit.kernels.checker import checked
+from tests.unit.kernels.checker import checked, quiet
 
 ORDERS = pytest.mark.parametrize("order", ["forward", "backward", 7])
 
@@ -179,6 +180,60 @@ def test_dropped_rows_are_zeros_and_a_scale_is_applied():
         permute(x.t(), source)
 
 
+BEYOND = {
+    "permute": lambda bad: permute(torch.ones(3, 20), torch.tensor([bad, 1])),
+    "unpermute": lambda bad: unpermute(torch.ones(3, 20), torch.tensor([[bad, 2], [0, 1]])),
+    "weights": lambda bad: weight_gradient(torch.ones(3, 20), torch.tensor([[bad], [1]]), torch.ones(2, 20)),
+    "sums": lambda bad: sum_by_token(torch.ones(2, 20), torch.tensor([bad, 0]), 1),
+}
+
+
+@pytest.mark.parametrize("bad", [3, -2, 2**40])
+@pytest.mark.parametrize("kernel", BEYOND)
+def test_an_index_of_no_row_traps_and_without_debug_gives_nan_and_reads_nothing(monkeypatch, kernel, bad):
+    with pytest.raises(Exception, match=r"index: a row (that|is of a token that) does not exist"):
+        BEYOND[kernel](bad)
+    quiet(monkeypatch)
+    with checked():
+        found = BEYOND[kernel](bad)
+    assert found[0].isnan().all()
+    assert not found[1:].isnan().any()
+
+
+def test_a_page_that_is_not_resident_traps_in_copies_and_checksums():
+    zero = torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(Exception, match=r"a page that is not resident is copied"):
+        page_copy[(1, 1)](zero, 4, BLOCK=16)
+    with pytest.raises(Exception, match=r"a page that is not resident is read"):
+        page_checksum[(1,)](zero, zero, zero.clone(), ALIGNED=False, BLOCK=16)
+
+
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_rows_are_those_of_torch_in_any_order_of_programs(dtype, order):
+    index = torch.tensor([0, 2, 5, 2, 0, 2, 6, 2], dtype=torch.int32)
+    y = torch.randn(8, 1030).to(dtype)
+    with checked(order=order):
+        found = sum_by_token(y, index, 7)
+    assert torch.equal(found, sum_rows(y, index.long(), 7))
+    assert sum_by_token(y[:0], index[:0], 2).tolist() == [[0.0] * 1030] * 2
+    assert sum_by_token(y[:0], index[:0], 0).shape == (0, 1030)
+
+
+@pytest.mark.parametrize("numel", [4096, 4097])
+def test_whole_words_and_single_elements_give_the_same(numel):
+    """Lengths and addresses that are multiples of 16 are said to be; others are read one by one."""
+    g = torch.randn(numel + 1)
+    aligned, shifted = g[:-1].clone(), torch.cat([g[:1], g[:-1]])[1:]
+    assert statistics_of_groups([[aligned]]).equal(statistics_of_groups([[shifted]]))
+    wires = [torch.empty(numel, dtype=torch.bfloat16) for _ in range(2)]
+    for page, wire in zip((aligned, shifted), wires, strict=True):
+        pack_bf16([page], wire)
+        scale_groups([[page]], torch.tensor([0.3]))
+    assert wires[0].equal(wires[1])
+    assert aligned.equal(shifted)
+
+
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +297,11 @@ REFUSED = {
     "unpermute: its dtype": (lambda: unpermute(ROWS, PLACES.float()), "position: dtype torch.float32"),
     "unpermute: weight": (lambda: unpermute(ROWS, PLACES, weight=torch.ones(4, 1)), "weight: shape"),
     "unpermute: weight's dtype": (lambda: unpermute(ROWS, PLACES, weight=PLACES), "weight: dtype torch.int64"),
+    "sums: index": (lambda: sum_by_token(ROWS, INDEX[:3], 2), "index: shape"),
+    "sums: its dtype": (lambda: sum_by_token(ROWS, INDEX.float(), 2), "index: dtype torch.float32"),
+    "sums: its device": (lambda: sum_by_token(ROWS, far(INDEX), 2), "index: on meta"),
+    "sums: rows": (lambda: sum_by_token(ROWS.t(), INDEX, 2), "y: strides"),
+    "sums: tokens": (lambda: sum_by_token(ROWS, INDEX, -1), "tokens: -1"),
     "weights: grad": (lambda: weight_gradient(ROWS, PLACES, torch.zeros(3, 8)), "grad: shape"),
     "weights: grad's strides": (lambda: weight_gradient(ROWS, PLACES, torch.zeros(8, 4).t()), "grad: strides"),
     "weights: grad's device": (lambda: weight_gradient(ROWS, PLACES, far(torch.zeros(4, 8))), "grad: on meta"),

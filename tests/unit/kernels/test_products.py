@@ -14,7 +14,7 @@ from megascale_omni.kernels.paged_weight_gradient import launch_weight_gradient
 from megascale_omni.kernels.probs_gradient import launch_probs_gradient
 from megascale_omni.kernels.tiles import INTERPRETED
 from megascale_omni.kernels.wave import WaveItem, WaveTables, wave_tables
-from tests.unit.kernels.checker import checked
+from tests.unit.kernels.checker import checked, quiet
 
 CPU = torch.device("cpu")
 HIDDEN, NEURONS = 40, 24
@@ -108,7 +108,7 @@ def test_parts_of_a_gradient_that_is_rounded_elsewhere_are_not_rounded():
     assert not found.equal(found.bfloat16().float())
 
 
-def test_a_page_that_is_not_resident_is_refused_and_traps_in_the_kernel():
+def test_a_page_that_is_not_resident_is_refused():
     weights = pages(2)
     with pytest.raises(ValueError, match=r"weight page of expert 0, slice 0: address 0, the page is not resident"):
         tables(weights, weight_address=0)
@@ -116,14 +116,34 @@ def test_a_page_that_is_not_resident_is_refused_and_traps_in_the_kernel():
         ValueError, match=r"weight page of expert 0, slice 0: address 0x.*must be a multiple of 16 bytes"
     ):
         tables(weights, weight_address=weights[0].data_ptr() + 4)
-    wave = tables(weights)
-    wave.items[1, 0] = 0
-    with pytest.raises(Exception, match=r"a page that is not resident is read"):
-        fc1(torch.randn(21, HIDDEN), wave, debug=True)
-    wave = tables(weights, pages(2))
-    wave.items[0, 7] = 0
-    with pytest.raises(Exception, match=r"a gradient page that is not resident is written"):
-        weight_gradient(torch.randn(21 * 2 * NEURONS), torch.randn(21, HIDDEN), wave)
+
+
+@pytest.mark.parametrize("launcher", ["fc1", "slice_sum", "activation_backward", "weight_gradient"])
+def test_a_table_entry_that_is_not_resident_traps_in_the_kernel(launcher):
+    wave = tables(KEPT[:2], KEPT[2:])
+    wave.items[1, 7 if launcher == "weight_gradient" else 0] = 0
+    with pytest.raises(Exception, match=r"a (gradient )?page that is not resident is (read|written)"):
+        launches(wave=wave)[launcher]()
+
+
+@pytest.mark.parametrize("bad", [21, -1])
+@pytest.mark.parametrize("launcher", ["fc1", "activation_backward", "weight_gradient"])
+def test_an_index_of_no_row_traps_and_without_debug_is_not_read(monkeypatch, launcher, bad):
+    index = torch.arange(21)
+    index[5] = bad
+    tensors = {name: _given(name) for name in ("activated", "grad_pre")}
+    with pytest.raises(Exception, match=r"index: a row that does not exist is read"):
+        launches(index=index)[launcher]()
+    quiet(monkeypatch)
+    with checked(reachable=KEPT):
+        launches(index=index, **tensors)[launcher]()
+    if launcher == "weight_gradient":  # what was read for the forward is NaN already
+        return
+    wide = 1 if launcher == "fc1" else 2
+    made = tensors["activated" if launcher == "fc1" else "grad_pre"][: 21 * wide * NEURONS]
+    cut = COUNTS[0] * wide * NEURONS
+    found = torch.cat([made[:cut].view(-1, wide * NEURONS), made[cut:].view(-1, wide * NEURONS)])
+    assert found.isnan().all(1).nonzero().view(-1).tolist() == [5]
 
 
 def _given(tensor: str) -> torch.Tensor:
@@ -167,7 +187,7 @@ def launches(**changes):
 TAKES = {
     "fc1": ("x", "index", "probs", "pre", "activated"),
     "slice_sum": ("left", "out", "carried_in", "carried_out"),
-    "activation_backward": ("grad_y", "probs", "pre", "activated", "grad_pre", "partials"),
+    "activation_backward": ("grad_y", "index", "probs", "pre", "activated", "grad_pre", "partials"),
     "weight_gradient": ("wide", "right", "index"),
     "probs_gradient": ("partials", "grad_probs"),
 }
@@ -196,7 +216,7 @@ def test_every_tensor_that_does_not_fit_is_refused_by_its_name(launcher, tensor)
     }
     if tensor == "carried_in" or tensor == "carried_out":  # nothing is cut here: any number of rows will do
         del wrong["end"]
-    if tensor in ("x", "right"):
+    if tensor in ("x", "right", "grad_y"):
         launch = launches(**{tensor: good[:-1], "index": None})[launcher]
         with pytest.raises(ValueError, match=rf"^{name}: 20 rows, the wave needs 21"):
             launch()
@@ -271,6 +291,7 @@ def test_what_does_not_fit_is_refused_by_name():
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"partials: shape \(1, 21\), must be \(2, 21\)"):
         launch_activation_backward(
-            grad_y=x, probs=torch.rand(21), pre=torch.randn(1008), activated=None, grad_pre=torch.empty(1008),
+            grad_y=x, index=None, probs=torch.rand(21),
+            pre=torch.randn(1008), activated=None, grad_pre=torch.empty(1008),
             partials=torch.empty(1, 21), wave=wave, shape=SHAPE, tile=INTERPRETED.activation_backward,
         )  # fmt: skip

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megascale_omni.experts.tokens import ComingCounts
 from megatron_ext import layer
 from megatron_ext.local_dispatch import LocalTokenDispatcher
 from tests.distributed.megatron_state import fresh_parallel_state
@@ -68,3 +70,45 @@ def left_to_stock(rank: int, world: int, *, options: dict[str, Any]) -> None:
 )
 def test_what_it_does_not_compute_stays_with_stock(pools, options: dict[str, Any]) -> None:
     pools[1].run(left_to_stock, options=options)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators whose results an accelerator has to tell the host: their values or their sizes."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "repeat_interleave", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.WAITING:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def waits(rank: int, world: int) -> None:
+    fresh_parallel_state()
+    ours = build(megascale=True, dispatcher="alltoall")
+    dispatcher = ours.layer.token_dispatcher
+    assert type(dispatcher) is LocalTokenDispatcher
+    route = torch.zeros(len(ROUTES), 4, dtype=torch.bool)
+    for token, experts in enumerate(ROUTES):
+        route[token, experts] = True
+    hidden = tokens(len(ROUTES), seed=3)
+    with (
+        mock.patch.object(ComingCounts, "wait", autospec=True, side_effect=ComingCounts.wait) as waited,
+        Waits() as mode,
+    ):
+        x, probs = dispatcher.dispatch_preprocess(hidden, route, torch.rand(len(ROUTES), 4) * route)
+        x, probs = dispatcher.token_dispatch(x, probs)
+        assert waited.call_count == 0, "the counts come meanwhile"
+        dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.compute(ours.layer.experts, x, probs)))
+        assert waited.call_count == 1
+        assert mode.found == []
+        probs.nonzero()
+        assert mode.found == ["nonzero"], "the mode sees what waits"
+
+
+def test_the_host_waits_for_the_counts_and_for_nothing_else(pools) -> None:
+    pools[1].run(waits)

@@ -27,7 +27,6 @@ BAD_VALUES: dict[str, object] = {
     "fp8": "hybrid",
     "fp4": "e2m1",
     "moe_latent_size": 64,
-    "expert_tensor_parallel_size": 2,
     "num_distributed_optimizer_instances": 2,
     "optimizer": "sgd",
     "loss_scale": 1024.0,
@@ -36,7 +35,7 @@ BAD_VALUES: dict[str, object] = {
 }
 """A refused value of every option that is no switch."""
 
-GOOD_VALUES: dict[str, object] = {"optimizer": "adam", "expert_tensor_parallel_size": 1}
+GOOD_VALUES: dict[str, object] = {"optimizer": "adam"}
 STOCK = {"model": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
 OF_MEGATRON_LM = {
     "moe_use_upcycling",
@@ -178,13 +177,15 @@ class TestOtherRefusals:
         with pytest.raises(ValueError, match=r"--num-experts 8 cannot be divided by --expert-model-parallel-size 3"):
             support.check_arguments(arguments(expert_model_parallel_size=3))
 
-    def test_tensor_parallel_experts(self) -> None:
-        message = r"--tensor-model-parallel-size 2 would cut experts.*add --expert-tensor-parallel-size 1"
-        with pytest.raises(ValueError, match=message):
-            support.check_arguments(arguments(tensor_model_parallel_size=2))
-        support.check_arguments(arguments(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
-        with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size \(expert_tensor_parallel_size=2\)"):
-            support.check_arguments(arguments(tensor_model_parallel_size=2, expert_tensor_parallel_size=2))
+    def test_experts_spread_over_ranks(self) -> None:
+        spread = {"expert_tensor_parallel_size": 2, "add_bias_linear": False}
+        support.check_arguments(arguments(tensor_model_parallel_size=2, add_bias_linear=False))
+        support.check_arguments(arguments(**spread, expert_model_parallel_size=2))
+        support.check_arguments(arguments(**spread, tensor_model_parallel_size=2, expert_model_parallel_size=1))
+        with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size 2 with --tensor-model-parallel-size 1"):
+            support.check_arguments(arguments(**spread, expert_model_parallel_size=1))
+        with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size 2 and experts with biases"):
+            support.check_arguments(arguments(**{**spread, "add_bias_linear": True}, expert_model_parallel_size=2))
 
     @pytest.mark.parametrize("where", ["save", "load"])
     def test_layouts_of_checkpoints(self, where: str) -> None:

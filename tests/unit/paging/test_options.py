@@ -8,9 +8,13 @@ from megascale_omni.paging import available
 from megascale_omni.paging.available import AUTO_SHARE, available_host_bytes, paging_options
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import PagingOptions
+from megascale_omni.paging.memory import FreeMemory
+from megascale_omni.paging.upkeep import UpkeepOptions
 
 CPU = torch.device("cpu")
 GIB = 2**30
+UPKEEP = UpkeepOptions(emergency_percent=5.0)
+"""What a run without options of its own has."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,9 @@ def test_budgets(value, budget):
         ({"max_lag_steps": -1}, r"paging\.max_lag_steps=-1 must be a whole number of steps, 0 or more"),
         ({"max_lag_steps": 2.5}, r"paging\.max_lag_steps=2\.5 must be a whole number"),
         ({"max_lag_steps": True}, r"paging\.max_lag_steps=True must be a whole number"),
+        ({"emergency_percent": 50}, r"paging\.emergency_percent=50 must be between 0 and 40"),
+        ({"compact_percent": -1}, r"paging\.compact_percent=-1 must be a percentage between 0 and 100"),
+        ({"compact_seconds": "soon"}, r"paging\.compact_seconds='soon' must be 0 or more"),
         ({"prefetch": "on"}, r"paging\.prefetch='on' is unknown; choose one of none, history, early-router"),
     ],
 )
@@ -58,17 +65,20 @@ def test_off_without_quotes_is_off_in_yaml(tmp_path):
 
 
 def test_without_a_device_budget_all_pages_stay():
-    assert paging_options(PagingConfig(disk_path="/somewhere", host_budget="1TiB"), CPU) == PagingOptions()
+    config = PagingConfig(disk_path="/somewhere", host_budget="1TiB")
+    assert paging_options(config, CPU) == PagingOptions(upkeep=UPKEEP)
 
 
 def test_options_are_passed_on(tmp_path):
-    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch="none")
+    upkeep = {"emergency_percent": 2.5, "compact_percent": 30, "compact_seconds": 60.0}
+    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch="none", **upkeep)
     assert paging_options(config, CPU) == PagingOptions(
         device_budget=Budget(fraction=0.25),
         host_budget=Budget(nbytes=0),
         disk_path=str(tmp_path),
         checksum="crc32",
         prefetch=False,
+        upkeep=UpkeepOptions(**upkeep),
     )
 
 
@@ -89,19 +99,13 @@ def test_a_host_budget_above_the_memory_there_is_is_refused(monkeypatch, tmp_pat
     paging_options(PagingConfig(device_budget="1GiB", host_budget="10GiB", disk_path=str(tmp_path)), CPU)
 
 
-def test_available_memory_is_the_least_limit_shared_by_the_ranks_of_a_machine(monkeypatch):
-    files = {
-        "/proc/meminfo": ["MemTotal: 99 kB", "MemAvailable:    2000 kB"],
-        "/sys/fs/cgroup/memory.max": ["1024000"],
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": [],
-    }
-    monkeypatch.setattr(available, "_lines", lambda path: files[path])
+def test_available_memory_is_the_least_that_is_free_shared_by_the_ranks_of_a_machine(monkeypatch):
+    readings = [FreeMemory(2000, 99000), FreeMemory(1000, 1500)]
+    monkeypatch.setattr(available.HostMemory, "readings", lambda self: readings)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert available_host_bytes() == 1024000
+    assert available_host_bytes() == 1000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert available_host_bytes() == 256000
-    files["/sys/fs/cgroup/memory.max"] = ["max"]
-    assert available_host_bytes() == 2000 * 1024 // 4
+    assert available_host_bytes() == 250
 
 
 def test_available_memory_of_this_machine_is_some():

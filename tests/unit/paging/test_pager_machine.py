@@ -31,9 +31,11 @@ from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import ExpertShape, PageLayout, SlotClass
 from megascale_omni.paging.leases import Lease, PagedModule
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
+from megascale_omni.paging.memory import FreeMemory
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.planes import PageKey, Plane
 from megascale_omni.paging.tiers import TierKind
+from megascale_omni.paging.upkeep import UpkeepOptions
 from megascale_omni.schedule import Phase
 from tests.unit.paging.movers import ManualMover
 from tests.unit.paging.small import SLOT, compare_choices
@@ -43,6 +45,8 @@ PLANES = st.sampled_from(list(DTYPES))
 EXPERTS = st.lists(st.integers(0, 4), unique=True, max_size=4).map(sorted)
 MODULE = st.integers(0, 1)
 CALLER_FAILED = KeyError
+SEGMENT_BYTES = 4 * SLOT
+PLENTY = FreeMemory(1000, 1000)
 
 
 class PagerMachine(RuleBasedStateMachine):
@@ -58,6 +62,8 @@ class PagerMachine(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp(prefix="megascale-test-")
         self.batches = mock.patch("megascale_omni.paging.batches.BATCH_BYTES", 2 * SLOT)
         self.batches.start()
+        self.segments = mock.patch("megascale_omni.paging.tiers.SEGMENT_BYTES", SEGMENT_BYTES)
+        self.segments.start()
         self.written: dict[PageKey, int] = {}
         self.held: dict[Lease, list[PageKey]] = {}
         self.writes = 0
@@ -69,19 +75,28 @@ class PagerMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 3, 12, 100]),
         prefetch=st.booleans(),
         slack=st.sampled_from([0, 8]),
+        compact=st.sampled_from([30.0, 100.0]),
     )
-    def start(self, seed: int, fraction: float, host: int, prefetch: bool, slack: int) -> None:
+    def start(self, seed: int, fraction: float, host: int, prefetch: bool, slack: int, compact: float) -> None:
         options = PagingOptions(
             device_budget=Budget(fraction=fraction),  # raised to the floors
             host_budget=Budget(nbytes=host * SLOT),
             disk_path=self.folder,
             checksum="crc32",
             prefetch=prefetch,
+            upkeep=UpkeepOptions(emergency_percent=10.0, compact_percent=compact),
         )
         self.slack = mock.patch("megascale_omni.paging.shadow.LEAST_SLACK", slack)
         self.slack.start()
         self.mover = self.make_mover(seed)
-        self.manager = ExpertManager(device=torch.device("cpu"), options=options, mover=self.mover, poison=True)
+        self.memory = PLENTY
+        self.manager = ExpertManager(
+            device=torch.device("cpu"),
+            options=options,
+            mover=self.mover,
+            memory=lambda: self.memory,
+            poison=True,
+        )
         for number, (experts, ffn, rows) in enumerate(((4, 24, 16), (5, 16, 16))):
             layout = PageLayout(ExpertShape(hidden=16, ffn=ffn, gated=True, bias=number == 0), rows)
             self.manager.add_module(path=f"module{number}", layout=layout, num_experts=experts, dtypes=DTYPES)
@@ -94,6 +109,7 @@ class PagerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.batches.stop()
+        self.segments.stop()
         if hasattr(self, "manager"):
             self.slack.stop()
             self.manager.close()
@@ -325,6 +341,59 @@ class PagerMachine(RuleBasedStateMachine):
             before = arena.capacity(slot_class) * slot_class.nbytes
             freed = self.manager.pager.compact(slot_class)
             assert arena.capacity(slot_class) * slot_class.nbytes == before - freed
+
+    @rule()
+    def compact_on_request(self) -> None:
+        """Nothing but what the pages need is kept; where leases are held, it is done when they are not."""
+        freed = self.manager.compact()
+        assert (freed is None) == any(self.held.values())
+        if freed is not None:
+            self.nothing_is_kept_and_all_is_in_order()
+
+    def nothing_is_kept_and_all_is_in_order(self) -> None:
+        table, arena = self.manager.table, self.manager.arena
+        assert not self.manager.pager.flights
+        for slot_class in arena.slot_classes():
+            assert arena.capacity(slot_class) - arena.used(slot_class) < max(1, SEGMENT_BYTES // slot_class.nbytes)
+            index = table.index_of(slot_class)
+            ids = np.nonzero((table.tier == TierKind.DEVICE) & (table.class_index == index))[0]
+            slots = table.slot[sorted(ids.tolist(), key=lambda i: (i % len(Plane), i))].tolist()
+            assert slots == sorted(slots)
+
+    @rule()
+    def end_step(self) -> None:
+        """Does what was asked for while leases were held, where none is held any more."""
+        asked, before = self.manager.upkeep._asked, self.manager.stats().get("compactions", 0)
+        self.manager.schedule.end_step()
+        if asked and not any(self.held.values()):
+            assert self.manager.stats()["compactions"] == before + 1
+            self.nothing_is_kept_and_all_is_in_order()
+
+    @rule(missing=st.integers(1, 60 * SLOT))
+    def memory_runs_out(self, missing: int) -> None:
+        """Pages give memory back, clean ones before dirty ones; leases and what they need to work stay."""
+        manager, arena, table = self.manager, self.manager.arena, self.manager.table
+        manager.pager.poll()
+        before = {c: (arena.limit(c) or 0, manager.pager.victims.snapshot(c)) for c in arena.slot_classes()}
+        floors, reserved = manager.upkeep.emergency.states(), arena.bytes_reserved
+        self.memory = FreeMemory(0, 5 * missing)  # twice 10 % of it is made free
+        manager.upkeep.emergency._looked = float("-inf")
+        manager.upkeep.emergency.look()
+        self.memory = PLENTY
+        assert arena.bytes_reserved <= reserved
+        for slot_class, (limit, leaving) in before.items():
+            assert min(limit, floors[slot_class].floor) <= (arena.limit(slot_class) or 0) <= limit
+            here = table.tier[leaving.page_ids] == TierKind.DEVICE
+            assert not ((here & ~leaving.dirty).any() and (~here & leaving.dirty).any())
+
+    @rule(share=st.floats(0.0, 1.0))
+    def memory_is_free_again(self, share: float) -> None:
+        arena = self.manager.arena
+        before = {c: arena.limit(c) or 0 for c in arena.slot_classes()}
+        self.memory = FreeMemory(int(share * 200 * SLOT), 200 * SLOT)
+        self.manager.upkeep.emergency.relax()
+        self.memory = PLENTY
+        assert all((arena.limit(c) or 0) >= limit for c, limit in before.items())
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""The ranks that make a checkpoint together."""
+"""Ranks that do something together: all of them, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -79,3 +79,31 @@ def described(error: BaseException) -> str:
 def first_of(errors: Sequence[str | None]) -> str | None:
     """Of all ranks' errors the first one, with its rank; the same text on every rank. None where there is none."""
     return next((f"{text} (rank {rank})" for rank, text in enumerate(errors) if text is not None), None)
+
+
+def all_or_none(
+    work: Callable[[], T], *, kind: type[Exception] = ValueError, doing: str = "", ranks: Ranks | None = None
+) -> T:
+    """What ``work`` returns, where no rank (default: of the run) fails in it; else every rank raises. A collective.
+
+    ``work`` may do something else on each rank, or nothing on most, and must not communicate. ``doing`` begins the
+    message; it ends with the rank where not all have said the same.
+
+    Raises:
+        kind: where that is what ``work`` raised. RuntimeError: where it was anything else, with the name of its class.
+    """
+    told: tuple[bool, str] | None = None
+    cause: Exception | None = None
+    made: list[T] = []
+    try:
+        made.append(work())
+    except Exception as error:  # of whatever class: the other ranks wait to be told
+        cause, told = error, (isinstance(error, kind), str(error) if isinstance(error, kind) else described(error))
+    found = (ranks or of_run()).gather(told)
+    failed = [(rank, answer) for rank, answer in enumerate(found) if answer is not None]
+    if not failed:
+        return made[0]
+    alike = len(failed) == len(found) and len({text for _, (_, text) in failed}) == 1
+    text = failed[0][1][1] if alike else "; ".join(f"{text} (rank {rank})" for rank, (_, text) in failed)
+    expected = all(is_expected for _, (is_expected, _) in failed)
+    raise (kind if expected else RuntimeError)(f"{doing}: {text}" if doing else text) from cause

@@ -1,0 +1,145 @@
+"""What is done to arenas between two steps: another size, compaction, and memory given back in an emergency.
+
+Requests that come while pages are held are kept until the step has ended; none is lost. Where an adapter does not say
+that a step has ended, the next one's beginning is its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megascale_omni.paging.budget import Budget
+from megascale_omni.paging.emergency import Emergency
+from megascale_omni.paging.memory import MemoryProbe
+from megascale_omni.paging.needs import check_budget, class_needs
+
+if TYPE_CHECKING:
+    from megascale_omni.paging.manager import ExpertManager
+
+
+@dataclass(frozen=True)
+class UpkeepOptions:
+    """When arenas are looked after. The defaults never do it by themselves.
+
+    Attributes:
+        emergency_percent: of device memory; where less is free, pages give memory back [Note: emergency]. 0: never.
+        compact_percent: of the device arena's memory; where more holds no page, it is compacted. 100: never.
+        compact_seconds: and where so much time has passed since the last compaction. 0: never.
+    """
+
+    emergency_percent: float = 0.0
+    compact_percent: float = 100.0
+    compact_seconds: float = 0.0
+
+
+class Upkeep:
+    """Looks after one manager's arenas."""
+
+    def __init__(
+        self,
+        manager: ExpertManager,
+        options: UpkeepOptions,
+        *,
+        probe: MemoryProbe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._manager, self._options, self._clock = manager, options, clock
+        self.emergency = Emergency(manager, least=options.emergency_percent / 100, probe=probe, clock=clock)
+        self._resize_to: tuple[Budget, Budget | None] | None = None
+        self._asked = False
+        self._compacted = clock()
+        self._ended = True
+        manager.schedule.on_step(self._begin)
+        manager.schedule.on_step_end(self._end)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _busy(self) -> bool:
+        """Whether somebody holds pages."""
+        return bool(self._manager.table.pins.any() or self._manager.pager.host.lent)
+
+    def resize(self, budget: Budget, host: Budget | None) -> None:
+        """See :meth:`megascale_omni.paging.manager.ExpertManager.resize`."""
+        if self._manager.pager.tiers.disk is None:
+            raise ValueError(
+                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
+                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
+            )
+        check_budget(budget, class_needs(self._manager.modules))
+        self._resize_to = budget, host or (self._resize_to or (None, None))[1]
+        if not self._busy:
+            self._apply_resize()
+
+    def compact(self) -> int | None:
+        """See :meth:`megascale_omni.paging.manager.ExpertManager.compact`."""
+        self._asked = True
+        return None if self._busy else self._compact()
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """A sweep begins: whether there is an emergency."""
+        self.emergency.look()
+
+    def _end(self) -> None:
+        self._ended = True
+        if not self._busy:
+            self._between_steps()
+
+    def _begin(self) -> None:
+        if not self._ended or self._asked or self._resize_to is not None:
+            self._between_steps()
+        self._ended = False
+
+    def _between_steps(self) -> None:
+        if self._resize_to is not None:
+            self._apply_resize()
+        if self._asked or self._is_time():
+            self._compact()
+        if self._manager.pager.can_evict:
+            self.emergency.relax()
+            self.emergency.look()
+
+    def _is_time(self) -> bool:
+        options, arena = self._options, self._manager.arena
+        if 0 < options.compact_seconds <= self._clock() - self._compacted:
+            return True
+        empty = arena.bytes_reserved - arena.bytes_used
+        return options.compact_percent < 100 and 100 * empty > options.compact_percent * arena.bytes_reserved
+
+    # -- what ----------------------------------------------------------------------------------------------------------
+
+    def _apply_resize(self) -> None:
+        wanted, self._resize_to = self._resize_to, None
+        assert wanted is not None
+        manager = self._manager
+        manager.pager.settle()
+        host = wanted[1] or manager.options.host_budget
+        manager.options = replace(manager.options, device_budget=wanted[0], host_budget=host)
+        manager.share_budget()
+        for slot_class in manager.arena.slot_classes():
+            manager.pager.compact(slot_class)
+        self._give_segments_back()
+
+    def _compact(self) -> int:
+        """Both arenas, see [Note: compaction]; the bytes that went back to the system."""
+        self._asked, self._compacted = False, self._clock()
+        pager, arena = self._manager.pager, self._manager.arena
+        pager.land()
+        freed = sum(pager.compact(slot_class, tight=True) for slot_class in arena.slot_classes())
+        if not pager.host.lent:
+            freed += sum(pager.host.shrink(c, tight=True) for c in pager.tiers.host.slot_classes())
+        self._give_segments_back()
+        pager.counts["compactions"] += 1
+        pager.counts["bytes_compacted"] += freed
+        return freed
+
+    def _give_segments_back(self) -> None:
+        if self._manager.arena.device.type == "cuda":
+            torch.cuda.empty_cache()  # segments are the allocator's until it is told

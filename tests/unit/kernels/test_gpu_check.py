@@ -1,0 +1,94 @@
+"""The script for a machine with an accelerator: what it runs, what it keeps, what it says. A stand-in does the work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+STAND_IN = """#!{python}
+import json, pathlib, subprocess, sys, time
+folder, words = pathlib.Path({folder!r}), sys.argv[1:]
+with open(folder / "calls", "a") as calls:
+    print(*words[:4], file=calls)
+if words[0] == "-c":
+    print((folder / "accelerator").read_text())
+elif words == ["-"]:
+    print((folder / "missing").read_text())
+elif words[0] == "-":
+    sys.exit(subprocess.run([sys.executable, *words], input=sys.stdin.read(), text=True).returncode)
+else:
+    plan = json.loads((folder / "plan").read_text())
+    what = next(name for name in plan if any(name in word for word in words))
+    if what == "measure.py":
+        environment = {{"gpus": [{{"name": "A 1"}}], "packages": {{"torch": "9", "x": None}}, "date": "today"}}
+        row = {{"id": "K5", "what": "w", "unit": "x", "at_least": 1.0, "met": False, "value": None, "error": "lost"}}
+        found = {{"environment": environment, "rows": [row]}}
+        pathlib.Path(words[words.index("--json") + 1]).write_text(json.dumps(found))
+    time.sleep(60 if plan[what] == "hangs" else 0)
+    sys.exit(0 if plan[what] == "hangs" else plan[what])
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Runs the script with a stand-in for Python; (exit status, output, what the stand-in was asked for)."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path)))
+    stand_in.chmod(0o755)
+
+    def run(plan, *words, accelerator="A 1", missing=""):
+        for name, content in (("accelerator", accelerator), ("missing", missing), ("calls", "")):
+            (tmp_path / name).write_text(content)
+        (tmp_path / "plan").write_text(json.dumps(plan | {"measure.py": 0, "pytest": 0}))
+        done = subprocess.run(
+            ["bash", "scripts/gpu_check.sh", "--out", str(tmp_path / "out"), *words],
+            cwd=ROOT, env=os.environ | {"PYTHON": str(stand_in)}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        calls = (tmp_path / "calls").read_text().splitlines()
+        return done.returncode, done.stdout + done.stderr, [call for call in calls if call[:2] not in ("-c", "-", "- ")]
+
+    return run
+
+
+def test_without_an_accelerator_or_a_package_nothing_is_run(check):
+    status, said, calls = check({}, accelerator="")
+    assert (status, calls) == (2, [])
+    assert "no accelerator found by torch; nothing was tested or measured" in said
+    status, said, calls = check({}, missing="triton hypothesis")
+    assert (status, calls) == (2, [])
+    assert "has no triton hypothesis" in said
+
+
+def test_what_passed_is_kept_and_what_failed_is_run_again(check):
+    files = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    status, said, calls = check({"test_kernels": 1})
+    assert status == 1
+    assert [Path(call.split()[-1]).name for call in calls[:-1]] == files
+    assert "gpu_check FAILED: tests/gpu/test_kernels.py" in said
+    assert "A 1; torch 9; today" in said
+    assert "| K5 | w | lost | >= 1.0 | no |" in said
+    status, said, calls = check({}, "--row", "K5")
+    assert status == 0
+    assert [call.split()[-1] for call in calls] == ["tests/gpu/test_kernels.py", "K5"]
+    status, _, calls = check({}, "--tests")
+    assert (status, calls) == (0, [])
+    status, _, calls = check({}, "--tests", "--again")
+    assert (status, len(calls)) == (0, len(files))
+
+
+def test_where_the_time_is_up_it_says_so_and_how_to_go_on(check):
+    status, said, calls = check({"test_kernels": "hangs"}, "--seconds", "8")
+    assert status == 3
+    assert "the 8 s were up at tests/gpu/test_kernels.py; run it again to go on" in said
+    assert not any("measure.py" in call for call in calls)
+
+
+def test_an_argument_that_it_does_not_know_is_refused(check):
+    for words in (("--fast",), ("--seconds",), ("--seconds", "soon")):
+        status, said, calls = check({}, *words)
+        assert (status, calls) == (1, [])
+        assert "--seconds 540" in said
