@@ -23,7 +23,7 @@ from megascale_omni.groups.discovery import Discovery, discover
 from megascale_omni.groups.functions import exchange, gather, sum_rows
 from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.groups.pages import TravellingPages
-from megascale_omni.groups.plan import Demand, Move, Plan, TravelCosts, make_groups, make_plan, ranks_of
+from megascale_omni.groups.plan import Demand, ExpertGroup, Move, Plan, TravelCosts, make_groups, make_plan
 from megascale_omni.groups.rows import (
     ReceivedRows,
     SendRows,
@@ -77,7 +77,7 @@ class GroupDispatcher:
     def __post_init__(self) -> None:
         self.local_experts = self.num_experts // self.channel.size
         self.owners_E = np.repeat(np.arange(self.channel.size), self.local_experts)
-        self.cache: GroupCache[tuple[int, ...]] = GroupCache(self.options.cache)
+        self.cache: GroupCache[ExpertGroup] = GroupCache(self.options.cache)
         self.calls = 0
         kinds = ("tokens", "rows_sent", "pairs_sent", "rows_spread", "experts_sent", "experts_received")
         self.counts = dict.fromkeys(kinds, 0)
@@ -149,12 +149,12 @@ class GroupDispatcher:
         told = discover(vector, self.channel, self.options.discovery)
         self.discovery_seconds += time.perf_counter() - start
         demand = Demand.from_vectors(told, experts=experts)
-        groups = make_groups(demand.counts_PE > 0, self.owners_E, self._members_of)
+        groups = make_groups(demand.counts_PE > 0, self.owners_E, self._group_of)
         move: Move = "tokens" if self.pages is None else self.options.move
         return make_plan(demand, groups, self._travel_costs(x_Th), move)
 
-    def _members_of(self, bits: bytes, ranks: int) -> tuple[int, ...]:
-        return self.cache.get(bits, step=self.calls, make=lambda: ranks_of(bits, ranks))
+    def _group_of(self, active: bytes, owner: int, ranks: int) -> ExpertGroup:
+        return self.cache.get((active, owner), step=self.calls, make=lambda: ExpertGroup.of(active, owner, ranks))
 
     def _travel_costs(self, x_Th: torch.Tensor) -> TravelCosts:
         hidden, width = x_Th.shape[1], x_Th.element_size()

@@ -13,7 +13,7 @@ import numpy as np
 from megascale_omni.config import DistributedConfig
 from megascale_omni.groups.cache import GroupCache
 from megascale_omni.groups.gossip import simulate_gossip
-from megascale_omni.groups.plan import make_groups, ranks_of
+from megascale_omni.groups.plan import ExpertGroup, make_groups
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.routing import Choices, read_record, records_of, synthetic
 from megascale_omni.topology.scaling import micro_batches_of, step_seconds
@@ -270,8 +270,8 @@ _CACHE_FLAGS = (
 )
 
 
-def _looked_up(cache: GroupCache[tuple[int, ...]], step: int, bits: bytes, ranks: int) -> tuple[int, ...]:
-    return cache.get(bits, step=step, make=lambda: ranks_of(bits, ranks))
+def _looked_up(cache: GroupCache[ExpertGroup], step: int, active: bytes, owner: int, ranks: int) -> ExpertGroup:
+    return cache.get((active, owner), step=step, make=lambda: ExpertGroup.of(active, owner, ranks))
 
 
 def _cache_hits(context: Context) -> float:
@@ -285,7 +285,7 @@ def _cache_hits(context: Context) -> float:
             for _ in range(steps // 100):
                 workers.call("train", timeout_seconds=_TIMES_SECONDS, steps=100)
         ranks = [list(read_record(path)) for path in records_of(folder)]
-    caches: dict[int, GroupCache[tuple[int, ...]]] = {}
+    caches: dict[int, GroupCache[ExpertGroup]] = {}
     hits, looked_up = 0, 0
     for number, together in enumerate(zip(*ranks, strict=True)):
         layer = together[0].layer
