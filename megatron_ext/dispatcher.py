@@ -118,6 +118,12 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         x_Nh, counts, probs_N = self.trip.arrive()
         return x_Nh, torch.tensor(counts), probs_N
 
+    def compute(self, experts: MegaScaleExperts, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What is around the experts, and these, in one: rows sorted by expert live in scratch memory."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        return self.trip.compute(experts.compute)
+
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Partial sums of the experts here."""
         return self.trip.partial_sums(hidden_states)
