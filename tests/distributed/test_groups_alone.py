@@ -159,13 +159,20 @@ def repeat_pages(rank: int, world: int) -> tuple[int, int, int, int, int]:
     of groups found and not found in the last step, whose groups were there before.
     """
     side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages"))
-    made = []
+    pages, kept = side.dispatcher.pages, side.dispatcher.house._buffers
+    assert pages is not None
+    made: list[int] = []
     new = Workspace._new
+
+    def counted(workspace: Workspace, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if workspace in kept.values():
+            made.append(numel)
+        return new(workspace, numel, dtype)
+
     everyone = torch.ones(6, LOCAL * world, dtype=torch.bool)
     maps = [everyone, random_map(6, LOCAL * world, seed=rank), random_map(9, LOCAL * world, seed=rank + 7), everyone]
     with pytest.MonkeyPatch.context() as patch:
-        kept = side.dispatcher.house._buffers
-        patch.setattr(Workspace, "_new", lambda s, *a: (made.append(1) if s in kept.values() else None, new(s, *a))[1])
+        patch.setattr(Workspace, "_new", counted)
         side.step(maps[0], seed=rank)
         first = len(made)
         for step, map_TE in enumerate(maps[1:]):
@@ -173,8 +180,13 @@ def repeat_pages(rank: int, world: int) -> tuple[int, int, int, int, int]:
             before = cache.hits, cache.misses
             assert max(side.step(map_TE, seed=10 * step + rank).values()) < 1e-4
     (buffers,) = kept.values()
-    size = side.dispatcher.pages.expert_numel * 4
-    return first, len(made) - first, buffers.nbytes // size, cache.hits - before[0], cache.misses - before[1]
+    return (
+        first,
+        len(made) - first,
+        buffers.nbytes // (4 * pages.expert_numel),
+        cache.hits - before[0],
+        cache.misses - before[1],
+    )
 
 
 def test_groups_that_recur_find_their_plan_and_no_buffer_is_made_for_them(pools):
