@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ def _part(path: Path, at: int) -> Data:
         return file.read(CHUNK_BYTES)
 
 
-def _copied(store: Store, path: Path, record: FileRecord, parts: list[Callable[[], Data]]) -> FileRecord:
+def _copied(store: Store, path: Path, record: FileRecord, parts: Sequence[Callable[[], Data]]) -> FileRecord:
     file = store.files.create(path)
     try:
         for part in parts:

@@ -162,10 +162,14 @@ def test_increments_go_on_where_a_run_is_resumed(pools, corpus, tmp_path):
     assert [verify(f.folder) for f in found] == [[]] * 3
 
 
+def freeze_the_first(experts: torch.nn.Module, index: int) -> None:
+    experts.requires_grad_(index != 0)
+
+
 def goes_on_with_a_part_frozen(rank: int, world: int, *, corpus: str, options: str, source: str, target: str) -> None:
     """The first layer, its experts, and the router of the second are not stepped."""
     with (
-        changed_experts(lambda module, index: module.requires_grad_(index != 0)),
+        changed_experts(freeze_the_first),
         changed_parameters(lambda name: "layers.0." not in name and "layers.1.mlp.router" not in name),
         trainer(corpus, options, f"--load {source} --save {target}", megascale=True) as run,
     ):
