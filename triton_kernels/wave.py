@@ -110,8 +110,13 @@ def wave_tables(
         row += item.rows
         block += item.rows * item.neurons
     chain_table = np.asarray(chains, dtype=np.int64).reshape(-1, CHAIN_COLUMNS)
+    tiles, chain_tiles = _tiles(table[:, 2], item_rows), _tiles(chain_table[:, 3], chain_rows)
+    there = upload(device, table, chain_table, tiles, chain_tiles)
     return WaveTables(
-        *upload(device, table, chain_table, _tiles(table[:, 2], item_rows), _tiles(chain_table[:, 3], chain_rows)),
+        items=there[0],
+        chains=there[1],
+        tiles=there[2],
+        chain_tiles=there[3],
         rows=row,
         neurons=max((item.neurons for item in items), default=0),
         block=block,

@@ -46,7 +46,7 @@ def adam(t: Tensors) -> None:
     launch_adam([AdamSegment(**t, records=records(1))], decoupled=True)
 
 
-PAGES = {"first": (32,), "second": (32,)}
+PAGES: dict[str, tuple[int, ...]] = {"first": (32,), "second": (32,)}
 ROWS = {"position": torch.int64, "source": torch.int64, "index": torch.int32, "wire": torch.bfloat16}
 WRAPPERS = {
     "copy_pages": Wrapper(
