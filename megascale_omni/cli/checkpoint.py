@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for command in (listing, verify, show, collect):
         command.add_argument("folder", type=Path, help="FOLDER, or for verify and show FOLDER/TAG")
     checkpoint_convert.add_arguments(
-        commands.add_parser("convert", help="to Megatron's or Hugging Face's format, or back")
+        commands.add_parser("convert", help="to Megatron's, DeepSpeed's or Hugging Face's format, or back")
     )
     show.add_argument("--json", action="store_true", help="everything, as JSON")
     collect.add_argument("--keep", type=int, default=2, help="how many of the newest stay (default and least 2)")
