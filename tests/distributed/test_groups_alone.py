@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,6 +153,42 @@ def test_gradients_of_travelling_experts_are_rounded_once_and_their_tokens_count
         assert ours < 0.02
         assert by_part > 0.2, "there is something to tell them apart by"
         assert uncounted == [0] * LOCAL
+
+
+def note_batches(rank: int, world: int) -> list[list[str]]:
+    """What happens to the two batches of eight experts that all ranks choose, in a forward and in its backward."""
+    side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages"))
+    map_TE = torch.ones(3, LOCAL * world, dtype=torch.bool)
+    x_Th, probs_TE = torch.randn(3, 24).requires_grad_(), torch.rand(map_TE.shape).requires_grad_()
+    events: list[str] = []
+
+    def noting(name: str, original: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            events.append(name)
+            return original(*given)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_weights", "welcome", "start_gradients", "take_home", "farewell"):
+            patch.setattr(TravellingPages, name, noting(name, getattr(TravellingPages, name)))
+        trip = side.dispatcher.depart(x_Th, map_TE, probs_TE)
+        x_Nh, counts, probs_N = trip.arrive()
+        output = trip.back(side.local(x_Nh, counts, probs_N))
+        forward = events.copy()
+        output.sum().backward()
+    return [forward, events[len(forward) :]]
+
+
+def test_a_batch_is_on_its_way_while_the_one_before_it_is_computed(pools):
+    """Products are made between welcome and farewell."""
+    computed = ["welcome", "start_weights", "farewell", "welcome", "farewell"]
+    for forward, backward in pools[4].run(note_batches):
+        assert forward == ["start_weights", *computed]
+        assert backward == [
+            *("start_weights", "welcome", "start_weights", "start_gradients", "farewell"),
+            *("welcome", "take_home", "start_gradients", "farewell", "take_home"),
+        ]
 
 
 def repeat_pages(rank: int, world: int) -> tuple[int, int, int, int, int]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.distributed.megatron_state import fresh_parallel_state
-from tests.distributed.pool import RanksRaised
 from tests.distributed.test_experts_of_ranks import Routes, differences, train
 from tests.unit.megatron_ext.layers import EXPERTS, build, tokens
 
@@ -160,7 +159,14 @@ def test_capacity_padding_and_shared_experts(pools, kind):
     assert pools[2].run(train_capacity, kind=kind) == [[]] * 2
 
 
+def refused(rank: int, world: int, *, kind: dict[str, Any]) -> str:
+    fresh_parallel_state(ep=world)
+    with pytest.raises(ValueError) as error:
+        build(megascale=True, ep=world, groups={"move": "pages"}, **kind)
+    return str(error.value)
+
+
 def test_probabilities_on_the_input_go_with_tokens_and_not_with_pages(pools):
     assert pools[2].run(train_capacity, kind=ON_INPUT, moves=("tokens", "auto")) == [[]] * 2
-    with pytest.raises(RanksRaised, match="moe_apply_probs_on_input is not supported with --megascale-move pages"):
-        pools[2].run(train_capacity, kind=ON_INPUT, moves=("pages",))
+    for refusal in pools[2].run(refused, kind=ON_INPUT):
+        assert "moe_apply_probs_on_input is not supported with --megascale-move pages" in refusal
