@@ -30,7 +30,7 @@ def test_ls_is_newest_first(store, capsys):
     lines = said(capsys, "ls", store).splitlines()
     assert [line.split()[0] for line in lines] == ["t4", "t3", "t2", "t1"]
     assert "increment" in lines[0]
-    assert lines[0].endswith("1 ranks  needs t3")
+    assert lines[0].endswith("1 rank  needs t3")
 
 
 def test_show(store, capsys):
@@ -38,8 +38,9 @@ def test_show(store, capsys):
     assert "experts layers.0.experts: 4 of hidden 24, 40 neurons, in 12 pages, " in text
     assert "of them behind the optimizer's 4 steps, by up to 4" in text
     assert (
-        text.index("experts layers.0") < text.index("tensor dense: F32 [6, 5] in 1 parts") < text.index("file mpu_001")
+        text.index("experts layers.0") < text.index("tensor dense: F32 [6, 5] in 1 part") < text.index("file mpu_001")
     )
+    assert said(capsys, "show", store) == text
     assert json.loads(said(capsys, "show", store / "t4", "--json"))["step"] == 4
 
 
@@ -60,6 +61,7 @@ def test_gc_keeps_the_newest_and_what_they_need(store, capsys):
     said(capsys, "gc", store)
     assert sorted(p.name for p in store.iterdir() if p.is_dir()) == ["t3", "t4"]
     assert "t4: whole" in said(capsys, "verify", store)
+    assert said(capsys, "gc", store) == "nothing to remove: the 2 newest and what they need are all there is\n"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -94,6 +96,8 @@ def test_what_others_need_stays_as_it_is(store, tmp_path, capsys):
         (["ls", "nowhere"], "nowhere is not a folder"),
         (["gc", ".", "--keep", "1"], "--keep 1 is too few: at least 2 stay"),
         (["show", "nowhere"], "manifest.json cannot be read"),
+        (["verify", "nowhere"], "nowhere is not a folder"),
+        (["show", "."], "holds no checkpoints of format paged"),
     ],
 )
 def test_mistakes(words, message, capsys):

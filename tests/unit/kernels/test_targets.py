@@ -13,9 +13,9 @@ WHOLE = bool(os.environ.get("MEGASCALE_KERNELS_WHOLE"))
 # In the suite one kernel of each kind for each target; all of them with MEGASCALE_KERNELS_WHOLE, and in measure.py.
 SAMPLED = {
     "cuda:80": ("paged_slice_sum", "paged_adam"),
-    "cuda:90": ("paged_fc1 bf16", "paged_weight_gradient bf16"),
-    "cuda:100": ("paged_activation_backward bf16",),
-    "hip:gfx942": ("paged_weight_gradient", "gradient_statistics"),
+    "cuda:90": ("paged_fc1 bf16 silu", "paged_weight_gradient bf16 fc1"),
+    "cuda:100": ("paged_activation_backward bf16 silu",),
+    "hip:gfx942": ("paged_weight_gradient bf16 fc1", "gradient_statistics", "sum_rows"),
 }
 
 
