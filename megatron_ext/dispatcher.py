@@ -24,7 +24,8 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         experts: this rank's experts. config, pg_collection: as stock's. options: how groups are found and served.
 
     Raises:
-        ValueError: padding for quantized products; pages that are to travel although they are spread over ranks.
+        ValueError: padding for quantized products; pages that are to travel although they are spread over ranks, or
+        although probabilities scale the experts' inputs, which visitors do not know.
     """
 
     def __init__(
@@ -39,12 +40,17 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             raise ValueError(
                 "moe_router_padding_for_quantization is not supported with --megascale-dispatcher groups; leave it out"
             )
+        on_input = bool(config.moe_apply_probs_on_input)
+        if on_input and options.move == "pages":
+            raise ValueError(
+                "moe_apply_probs_on_input is not supported with --megascale-move pages; use auto, which is tokens then"
+            )
         assert config.num_moe_experts is not None
         self.core = GroupDispatcher(
             Channel(self.ep_group),
             config.num_moe_experts,
             options=options,
-            experts=experts,
+            experts=None if on_input else experts,
             house=experts.runtime.guests,
             spread=Channel(self.tp_group),
         )
@@ -117,6 +123,12 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         x_Nh, counts, probs_N = self.trip.arrive()
         return x_Nh, torch.tensor(counts), probs_N
+
+    def compute(self, experts: MegaScaleExperts, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What is around the experts, and these, in one: rows sorted by expert live in scratch memory."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        return self.trip.compute(experts.compute)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Partial sums of the experts here."""
