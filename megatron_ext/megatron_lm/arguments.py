@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from megascale_omni.config import MegaScaleConfig
 from megatron_ext import support
 from megatron_ext.arguments import add_megascale_args, check_supported, config_from_args
-from megatron_ext.checkpoint_folders import check_load
+from megatron_ext.checkpoint_folders import check_formats, check_load
 from megatron_ext.megatron_lm.hooks import MisuseError, users_mistakes, wrap
 
 PREFIX = "--megascale"
@@ -81,9 +82,10 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
     with users_mistakes():
         config = config_from_args(args)
         if config is not None:
+            _check_formats(args, config)
             _check_experts(args, needs_experts=not config.clip.skips_nonfinite)
-    if not torch.cuda.is_available() and getattr(args, "distributed_backend", None) == "nccl":
-        raise MisuseError("--distributed-backend nccl needs an accelerator: add --distributed-backend gloo")
+    if not torch.cuda.is_available():
+        _check_without_accelerator(args)
     result = original(args, *rest, **kwargs)
     if config is not None:
         with users_mistakes():
@@ -91,6 +93,29 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
             if getattr(args, "load", None):
                 check_load(args.load, step=getattr(args, "ckpt_step", None))
     return result
+
+
+_NEEDS_STOCKS_FORMAT = {
+    "use_checkpoint_args": "give the model's flags; they are compared with the checkpoint's",
+    "skip_train": "convert it with `megascale checkpoint convert`, and load what that makes",
+}
+
+
+def _check_formats(args: argparse.Namespace, config: MegaScaleConfig) -> None:
+    asked = {f"--{n.replace('_', '-')}": do for n, do in _NEEDS_STOCKS_FORMAT.items() if getattr(args, n, False)}
+    load, save = getattr(args, "load", None), getattr(args, "save", None)
+    check_formats(load=load, save=save, paged=config.checkpoint.format == "paged", asked=asked)
+
+
+def _check_without_accelerator(args: argparse.Namespace) -> None:
+    """What would fail late, or not at all and wait, whether MegaScale is asked for or not."""
+    if getattr(args, "distributed_backend", None) == "nccl":
+        raise MisuseError("--distributed-backend nccl needs an accelerator: add --distributed-backend gloo")
+    if getattr(args, "async_save", False) and getattr(args, "use_persistent_ckpt_worker", False):
+        raise MisuseError(
+            "--use-persistent-ckpt-worker needs an accelerator: stock's worker ends without one, and training waits "
+            "for it; leave it out"
+        )
 
 
 def _check_experts(args: argparse.Namespace, *, needs_experts: bool) -> None:

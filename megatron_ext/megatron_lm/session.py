@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,8 +28,8 @@ class Session:
 
     config: MegaScaleConfig
     model: Sequence[torch.nn.Module] = ()
-    waits_for_saves: bool = True
-    """Training goes on when a save in stock's format is over."""
+    saves: Literal["waiting", "forked", "elsewhere"] = "waiting"
+    """In stock's format: while training waits, in a child of this process, or in a process that is sent everything."""
     _checkpoints: dict[str, PagedCheckpoints] = field(default_factory=dict)
 
     def checkpoints(
@@ -99,11 +100,17 @@ def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # 
         return original(*args, **kwargs)
     with mistakes_we_find():
         enable_from_args(options)
-        session = Session(config, waits_for_saves=not getattr(options, "async_save", False))
+        session = Session(config, saves=_way_of_saving(options))
         _sessions.append(session)
         result = original(*args, **kwargs)
     session.model = result[0]
     return result
+
+
+def _way_of_saving(options: argparse.Namespace) -> Literal["waiting", "forked", "elsewhere"]:
+    if not getattr(options, "async_save", False):
+        return "waiting"
+    return "elsewhere" if getattr(options, "use_persistent_ckpt_worker", False) else "forked"
 
 
 def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's

@@ -267,14 +267,23 @@ def test_a_writer_without_what_is_hooked_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_nccl_without_an_accelerator(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--distributed-backend", "nccl"), "add --distributed-backend gloo"),
+        (("--async-save", "--use-persistent-ckpt-worker"), "worker needs an accelerator: .* leave it out"),
+    ],
+    ids=["nccl", "worker"],
+)
+def test_what_needs_an_accelerator(
+    arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: bool, flags: tuple[str, ...], said: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    flags = (*MOE, "--distributed-backend", "nccl")
     if cuda:
-        validated(arguments, monkeypatch, *flags)
+        validated(arguments, monkeypatch, *MOE, *flags)
         return
-    with pytest.raises(MisuseError, match="add --distributed-backend gloo"):
-        validated(arguments, monkeypatch, *flags)
+    with pytest.raises(MisuseError, match=said):
+        validated(arguments, monkeypatch, *MOE, *flags)
 
 
 @pytest.mark.parametrize("megascale", [False, True])
