@@ -61,10 +61,8 @@ class GroupOptions:
     @property
     def digest(self) -> int:
         """Equal where ranks make the same plan of the same counts."""
-        links = (
-            b"" if self.links is None else self.links.seconds_per_byte_PP.tobytes() + self.links.latency_PP.tobytes()
-        )
-        return zlib.crc32(f"{self.move} {self.discovery}".encode() + links)
+        tables = () if self.links is None else (self.links.seconds_per_byte_PP, self.links.latency_PP)
+        return zlib.crc32(f"{self.move} {self.discovery}".encode() + b"".join(table.tobytes() for table in tables))
 
 
 @dataclass

@@ -112,11 +112,12 @@ def plan_differently(rank: int, world: int, *, folder: str) -> list[str]:
     """What each rank says where one has another flag or file."""
     fresh_parallel_state(ep=2)
     found = []
-    for groups in (
+    different: tuple[dict[str, object], ...] = (
         {"move": "pages" if rank else "tokens"},
         {"topology": str(Path(folder) / f"{rank}.json")},
         {"discovery": "gossip" if rank else "allgather"},
-    ):
+    )
+    for groups in different:
         with pytest.raises(ValueError) as error:
             build(megascale=True, ep=2, groups=groups)
         found.append(str(error.value))
