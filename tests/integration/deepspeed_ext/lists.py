@@ -149,15 +149,16 @@ def _initialise(way: str) -> None:
             config["megascale"]["clip"] = {"mode": "cmsa"}
             config["gradient_clipping"] = 0.0
         before = copy.deepcopy(model.state_dict())
-        groups = [list(group["params"]) for group in given["optimizer"].param_groups] if "optimizer" in given else []
+        lists = given["optimizer"].param_groups if "optimizer" in given else []
+        held = [list(group["params"]) for group in lists]
         try:
             deepspeed.initialize(model=model, config=config, **given)
         finally:
             after = model.state_dict()
             assert before.keys() == after.keys()
             assert all(value.equal(after[name]) for name, value in before.items())
-            for group, held in zip(given["optimizer"].param_groups if groups else [], groups, strict=True):
-                assert all(a is b for a, b in zip(group["params"], held, strict=True))
+            for group, members in zip(lists, held, strict=True):
+                assert all(a is b for a, b in zip(group["params"], members, strict=True))
 
 
 def frozen(rank: int, world: int) -> dict[str, bool]:
