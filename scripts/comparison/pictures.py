@@ -26,7 +26,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         _draw_losses(loss, runs, comparison.loss_difference)
         _draw_memory(memory, runs)
         _draw_speed(bars, runs, [comparison.speed_of(run.name).median for run in comparison.others])
-        figure.suptitle(f"The same model, {comparison.preset}: stock Megatron-Core and --megascale", weight="bold")
+        figure.suptitle(f"The same model, {comparison.preset}: stock and MegaScale", weight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
