@@ -70,6 +70,7 @@ def _draw_speed(axes, runs: list[Run], speeds: list[float]) -> None:  # type: ig
         color=[_colour(runs, run) for run in runs],
         width=0.6,
     )
+    axes.tick_params(axis="x", labelsize=8 if len(runs) > 3 else 11)  # beyond three, names would touch
     axes.margins(y=0.12)
     axes.bar_label(bars, labels=[f"{run.tokens_per_second:,.0f}" for run in runs], padding=3)
     axes.set(title=f"Speed: {', '.join(f'{s:.2f}' for s in speeds)} x stock", ylabel="tokens a second")

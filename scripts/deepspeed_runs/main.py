@@ -159,7 +159,7 @@ def _compare(args: argparse.Namespace, job: Job) -> int:
         nvme_offload=args.nvme_offload,
     )
     comparison = compare(plan)
-    print_comparison(comparison)
+    print_comparison(comparison, framework="deepspeed")
     if args.json:
         write_json(args.json, comparison.as_json())
     if args.picture:
