@@ -97,6 +97,7 @@ def load_elastic(engine: Any, folder: str | Path, *, tag: str | None = None) -> 
     _make_state(engine, int(values["steps"]))
     for name, parameter in engine.module.named_parameters():
         _load_parameter(engine, opened, name, parameter)
+    engine.carried_state = _state_of_frozen(engine, opened)
     for name, buffer in _buffers(engine.module):
         buffer.copy_(opened.dense.read(MODEL + name))
     if engine.zero_optimization_stage() in (1, 2):
@@ -193,9 +194,17 @@ def _pieces(engine: Any) -> list[TensorPiece]:  # noqa: ANN401
             if number % size == rank and value is not None:
                 tensors[f"{OPTIMIZER}{kind}.{name}"] = value.detach().clone().view(tensors[MODEL + name].shape)
         pieces += [_piece(key, tensor) for key, tensor in tensors.items()]
+    pieces += [_piece(key, tensor) for key, tensor in getattr(engine, "carried_state", {}).items()]
     if rank == 0:
         pieces += [_piece(MODEL + name, buffer) for name, buffer in _buffers(engine.module)]
     return pieces
+
+
+def _state_of_frozen(engine: Any, opened: Opened) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """This rank's part of the stored state of parameters that this run does not step: it saves that again."""
+    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+    keys = sorted(key for key in opened.dense.tensors if key.startswith(OPTIMIZER) and key.split(".", 2)[2] in frozen)
+    return {key: opened.dense.read(key) for key in keys[dist.get_rank() :: dist.get_world_size()]}
 
 
 def _piece(name: str, tensor: torch.Tensor) -> TensorPiece:

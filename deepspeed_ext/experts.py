@@ -15,6 +15,7 @@ from deepspeed_ext.expert_parallel import exchange_counts, exchange_rows
 from deepspeed_ext.recognise import Description
 from deepspeed_ext.run import Run
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.tokens import ComingCounts
 from megascale_omni.paging.planes import Plane
 
 
@@ -134,13 +135,22 @@ class HfExperts(DeepSpeedExperts):
         if index_Tk is None or weights_Tk is None or index_Tk.shape != weights_Tk.shape:
             raise ValueError(f"{self.path}: experts need indices and weights [tokens, top-k] of the router")
         order_N = torch.argsort(index_Tk.reshape(-1), stable=True)
-        counts = torch.bincount(index_Tk.reshape(-1), minlength=self.all_experts).tolist()
-        if len(counts) != self.all_experts:
-            raise ValueError(f"{self.path}: the router chose expert {len(counts) - 1} of {self.all_experts}")
+        coming = ComingCounts(self._counts_of(index_Tk))
         x_Nh = hidden_states.index_select(0, order_N // index_Tk.shape[1])
+        *counts, strange = coming.wait()
+        if strange:
+            chosen = index_Tk[(index_Tk < 0) | (index_Tk >= self.all_experts)][0]
+            raise ValueError(f"{self.path}: the router chose expert {int(chosen)} of {self.all_experts}")
         y_Nh = self._outputs(x_Nh, counts)
         weighted_Nh = y_Nh * weights_Tk.reshape(-1).index_select(0, order_N).unsqueeze(-1)
         return self._combine(weighted_Nh, order_N, index_Tk, hidden_states.dtype)
+
+    def _counts_of(self, index_Tk: torch.Tensor) -> torch.Tensor:
+        """``[E + 1]``: rows of each expert, and of none. The host need not wait for its size, as for bincount's."""
+        index_N = index_Tk.reshape(-1).long()
+        known_N = (index_N >= 0) & (index_N < self.all_experts)
+        bins_N = torch.where(known_N, index_N, self.all_experts)
+        return index_N.new_zeros(self.all_experts + 1).scatter_add_(0, bins_N, torch.ones_like(bins_N))
 
     def _outputs(self, x_Nh: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Experts' outputs for rows sorted by expert, wherever the experts are."""

@@ -7,8 +7,10 @@ this: ``import megatron_ext`` as its first line is enough, or ``python -m megatr
 
 from megatron_ext.arguments import add_megascale_args, config_from_args, enable_from_args
 from megatron_ext.megatron_lm.install import install
+from megatron_ext.megatron_lm.launcher import end_scripts_alike
 from megatron_ext.patches import disable, enable, is_enabled
 
-install()  # of no effect where there is no checkout of Megatron-LM on sys.path
+if install() is not None:  # None where there is no checkout of Megatron-LM on sys.path
+    end_scripts_alike()
 
 __all__ = ["add_megascale_args", "config_from_args", "disable", "enable", "enable_from_args", "is_enabled"]

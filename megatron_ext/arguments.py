@@ -59,8 +59,14 @@ def enable_from_args(args: argparse.Namespace, *, announce: bool = True) -> Runt
     config = config_from_args(args)
     if config is None:
         return None
-    support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
-    support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
+    check_supported(args, config)
     runtime = patches.enable(config, announce=announce)
     runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
     return runtime
+
+
+def check_supported(args: argparse.Namespace, config: MegaScaleConfig) -> None:
+    """Raises ValueError for flags of stock that do not go with the configuration, naming the flag."""
+    needs_experts = not config.clip.skips_nonfinite
+    support.check_arguments(args, needs_experts=needs_experts, paged_checkpoints=config.checkpoint.format == "paged")
+    support.graphs_said(args, pages_leave=config.paging.device_budget is not None)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megascale_omni.checkpoint.dense import TensorPiece
 from megatron_ext.clipping import ModuleClipping, SkippingClipping
 from megatron_ext.gradient_norm import gradients_for_norm, norm_of
 from megatron_ext.optimizer_state import GroupPlaces, OptimizerState
@@ -39,6 +40,8 @@ class MegaScaleChainedOptimizer(ChainedOptimizer):
         self.paged = paged
         self.clipping = clipping
         self.before_step: Callable[[], None] = lambda: None
+        self.carried: list[TensorPiece] = []
+        """State of parameters that this run does not step, for the checkpoints that it saves."""
         self._expert_parallel = expert_parallel
         self._state = OptimizerState(dense=dense, adam=paged.adam, expert_parallel=expert_parallel, places=places)
 

@@ -8,6 +8,7 @@ no tracker either, and the run would begin anew with a line in the log.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from megascale_omni.checkpoint.store import is_checkpoint, is_store
@@ -50,4 +51,27 @@ def check_load(folder: str | Path, *, step: int | None = None) -> None:
         raise ValueError(
             f"--load {folder} holds checkpoints (of iterations {', '.join(map(str, steps))}), but no {TRACKER}, which "
             f"would name the one to load: add --ckpt-step {steps[-1]}"
+        )
+
+
+def check_formats(*, load: str | None, save: str | None, paged: bool, asked: Mapping[str, str]) -> None:
+    """Refuses what the format of checkpoints that lie in a folder does not allow.
+
+    ``paged``: whether this run saves in the project's own format. ``asked``: flags of stock that were given and need
+    its own format where they load, each with what to do instead.
+
+    Raises:
+        ValueError: names the folder and what to give instead.
+    """
+    if load is not None and is_store(Path(load)):
+        for flag, remedy in asked.items():
+            raise ValueError(f"{flag} is not supported with a checkpoint of the paged format ({load}); {remedy}")
+    if save is None:
+        return
+    if Path(save).exists() and not Path(save).is_dir():
+        raise ValueError(f"--save {save} is no folder")
+    if not paged and is_store(Path(save)):
+        raise ValueError(
+            f"--save {save} holds checkpoints of the paged format, which would be loaded again, and not those of "
+            "stock's format that this run saves; give another folder, or --megascale-checkpoint-format paged"
         )

@@ -9,7 +9,7 @@ optimizer groups or flattens them is not stored, so that another layout and the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -229,12 +229,49 @@ def _entries(
                 raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} is not in the model's state dict")
             state = member.optimizer.state
             if stored is not None:
-                key = by_parameter[id(parameter)][0].key
-                _make_state(state, main, has=f"{OPTIMIZER}exp_avg.{key}" in stored.tensors)
+                _make_state(state, main, has=_has(stored, "exp_avg", by_parameter[id(parameter)]))
             tensors = dict(state[main]) if main in state else {}
-            if main.data_ptr() != parameter.data_ptr() and main.dtype != parameter.dtype:
+            if _is_master(main, parameter) and (stored is None or not _is_fresh(stored, by_parameter[id(parameter)])):
                 tensors["param"] = main
             yield OptimizerEntry(parameter, tensors, start)
+
+
+def _has(stored: DenseIndex, kind: str, places: Sequence[KeyPlace]) -> bool:
+    """Whether a kind of state of a parameter is stored; it is not where the parameter was frozen, or not used yet."""
+    return any(stored.holds(f"{OPTIMIZER}{kind}.{place.key}", place.box, all_of_it=False) for place in places)
+
+
+def _is_master(main: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return main.data_ptr() != parameter.data_ptr() and main.dtype != parameter.dtype
+
+
+def _is_fresh(stored: DenseIndex, places: Sequence[KeyPlace]) -> bool:
+    """Whether nothing that an optimizer has of a parameter is stored: it was frozen from the beginning."""
+    return not any(_has(stored, kind, places) for kind in ("param", "exp_avg"))
+
+
+def fresh_masters(
+    optimizer: MegaScaleChainedOptimizer,
+    places: Sequence[tuple[torch.Tensor, list[KeyPlace]]],
+    *,
+    stored: DenseIndex,
+) -> Callable[[], None]:
+    """Makes masters of parameters that were frozen when they were saved, from weights that have been loaded."""
+    by_parameter = {id(tensor): of_tensor for tensor, of_tensor in places}
+    members = [m for m in optimizer.dense.chained_optimizers if not m.is_stub_optimizer and m.optimizer is not None]
+    fresh = [
+        found
+        for member in members
+        for found in _parameters(member)
+        if _is_master(found[1], found[0]) and _is_fresh(stored, by_parameter[id(found[0])])
+    ]
+
+    def make() -> None:
+        for parameter, main, start in fresh:
+            first = start or 0
+            main.data.view(-1).copy_(parameter.detach().view(-1)[first : first + main.numel()])
+
+    return make
 
 
 def _parameters(member: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int | None]]:  # noqa: ANN401 - stock's
@@ -360,16 +397,3 @@ def restore_rng(dense: DenseIndex, saved: Mapping[str, int]) -> str | None:
         lost = "experts' random numbers begin anew: they belong to expert-parallel ranks, which are others now"
     tracker.set_states({**tracker.get_states(), **known})
     return lost
-
-
-def state_names(pieces: Sequence[TensorPiece]) -> tuple[set[str], set[str]]:
-    """Keys of this rank's part of the model, and those of them whose state it steps."""
-    model = {piece.name.removeprefix(MODEL) for piece in pieces if piece.name.startswith(MODEL)}
-    stepped = {piece.name.split(".", 2)[2] for piece in pieces if piece.name.startswith(OPTIMIZER)}
-    return model, stepped
-
-
-def frozen_names(dense: DenseIndex, *, model: set[str], stepped: set[str]) -> list[str]:
-    """Stored optimizer state of parameters that the whole model has and that no rank steps."""
-    names = (name for name in dense.tensors if name.startswith(OPTIMIZER))
-    return sorted(n for n in names if (key := n.split(".", 2)[2]) in model and key not in stepped)

@@ -11,7 +11,6 @@ from typing import Any
 import megatron.core
 import torch
 
-from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, Opened, RankState, SaveRequest
 from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.journal import Journal
@@ -19,6 +18,7 @@ from megascale_omni.checkpoint.opening import check_kind
 from megascale_omni.config import CheckpointConfig
 from megascale_omni.ranks import GroupRanks
 from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
+from megatron_ext.checkpoint_frozen import FrozenState, frozen_state, parts_here
 from megatron_ext.checkpoint_state import (
     OBJECT,
     OPTIMIZER,
@@ -28,7 +28,7 @@ from megatron_ext.checkpoint_state import (
     configuration,
     coordinates,
     experts_pieces,
-    frozen_names,
+    fresh_masters,
     innermost,
     layout,
     model_pieces,
@@ -36,7 +36,6 @@ from megatron_ext.checkpoint_state import (
     optimizer_pieces,
     restore_rng,
     rng_pieces,
-    state_names,
 )
 from megatron_ext.distributed import MegaScaleDDP
 
@@ -78,7 +77,6 @@ class PagedCheckpoints:
         )
         self._configuration = configuration(self._chunks, optimizer)
         self._saves = 0
-        self._carried: list[TensorPiece] = []
         self._places: _Places | None = None
         self._managers = {experts.manager for chunk in chunks for experts in chunk.paged_experts}
         optimizer.before_step = self._checkpointer.before_step
@@ -135,7 +133,7 @@ class PagedCheckpoints:
             self._places = _Places.of(self._chunks)
         tensors = [*self._places.model, *(self._places.markers if opened is None else ())]
         if include_optimizer and opened is None:
-            tensors += [*self._places.optimizer(self._optimizer), *self._carried]
+            tensors += [*self._places.optimizer(self._optimizer), *self._optimizer.carried]
         elif opened is not None and include_optimizer:
             tensors += optimizer_pieces(self._optimizer, self._places.places, stored=opened.dense)
         if include_rng_state:
@@ -183,16 +181,20 @@ class PagedCheckpoints:
         state = self._state(include_optimizer=include_optimizer, include_rng_state=False, opened=opened)
         ignored: tuple[str, ...] = (RNG, OBJECT) if include_optimizer else (RNG, OBJECT, OPTIMIZER)
         frozen = self._frozen(opened, state) if include_optimizer else []
-        ignored += tuple(frozen)
+        ignored += tuple(dict.fromkeys(part.name for part in frozen))
         if include_optimizer:  # heat, which counts in steps of the schedule, goes on
             for manager in self._managers:
                 manager.schedule.resume_at(int(values.get("paging_step", opened.manifest.step)))
+        assert self._places is not None
+        make_masters = fresh_masters(self._optimizer, self._places.places, stored=opened.dense)
         self._checkpointer.load(opened, state, with_optimizer=include_optimizer, ignored=ignored)
         self._saves = int(values.get("saves_since_full", -1)) + 1 if self._checkpointer.has_base else 0
         self._carry(opened, frozen)
         if not include_optimizer:
             self._optimizer.reload_model_params()
-        elif self._optimizer.clipping is not None and values["clipping"] is not None:
+        else:
+            make_masters()
+        if include_optimizer and self._optimizer.clipping is not None and values["clipping"] is not None:
             self._optimizer.clipping.load_state_dict(values["clipping"])
         if include_rng_state and values["rng"]:
             lost = restore_rng(opened.dense, opened.manifest.layout)
@@ -200,24 +202,20 @@ class PagedCheckpoints:
                 logger.warning("checkpoint %s: %s", opened.folder, lost)
         return position
 
-    def _frozen(self, opened: Opened, state: RankState) -> list[str]:
+    def _frozen(self, opened: Opened, state: RankState) -> list[FrozenState]:
         """Stored optimizer state that nothing in this run steps, the same on all ranks."""
-        of_ranks = self._checkpointer.ranks.gather(state_names(state.tensors))
-        model, stepped = (set().union(*names) for names in zip(*of_ranks, strict=True))
-        return frozen_names(opened.dense, model=model, stepped=stepped)
+        return frozen_state(opened.dense, self._checkpointer.ranks.gather(parts_here(state.tensors)))
 
-    def _carry(self, opened: Opened, frozen: Sequence[str]) -> None:
+    def _carry(self, opened: Opened, frozen: Sequence[FrozenState]) -> None:
         """Keeps the state of frozen parameters, each on one rank, for the checkpoints that this run saves.
 
         They are stepped again, perhaps, in a run that loads one of these.
         """
         rank, size = self._checkpointer.ranks.rank, self._checkpointer.ranks.size
-        mine = {name: opened.dense.read(name) for name in frozen[rank::size]}
-        self._carried = [
-            TensorPiece(name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor) for name, tensor in mine.items()
-        ]
+        self._optimizer.carried = [part.read(opened.dense) for part in frozen[rank::size]]
         if frozen and rank == 0:
-            logger.info("checkpoint %s: optimizer state of frozen parameters is kept: %s", opened.folder, frozen)
+            names = sorted({part.name for part in frozen})
+            logger.info("checkpoint %s: optimizer state of frozen parameters is kept: %s", opened.folder, names)
 
     def close(self) -> None:
         """Ends the writer; a save that no rank waited for does not count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +25,9 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         experts: this rank's experts. config, pg_collection: as stock's. options: how groups are found and served.
 
     Raises:
-        ValueError: padding for quantized products; pages that are to travel although they are spread over ranks.
+        ValueError: padding for quantized products; pages that are to travel although they are spread over ranks, or
+        although probabilities scale the experts' inputs, which visitors do not know; on every rank of the group, ranks
+        whose options would have them make different plans. (Those are compared: building one is a collective.)
     """
 
     def __init__(
@@ -39,17 +42,27 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             raise ValueError(
                 "moe_router_padding_for_quantization is not supported with --megascale-dispatcher groups; leave it out"
             )
+        on_input = bool(config.moe_apply_probs_on_input)
+        if on_input and options.move == "pages":
+            raise ValueError(
+                "moe_apply_probs_on_input is not supported with --megascale-move pages; use auto, which is tokens then"
+            )
         assert config.num_moe_experts is not None
         self.core = GroupDispatcher(
             Channel(self.ep_group),
             config.num_moe_experts,
             options=options,
-            experts=experts,
+            experts=None if on_input else experts,
             house=experts.runtime.guests,
             spread=Channel(self.tp_group),
         )
         self._experts = experts
         self._alike = (self.ep_group, self.tp_group, pg_collection.expt_dp)
+        if self._differs(options.digest, self.ep_group):
+            raise ValueError(
+                "ranks of an expert-parallel group were given different --megascale-move, --megascale-discovery or "
+                "--megascale-topology (of which ranks read the same file); give all the same"
+            )
         self._trip: Trip | None = None
         self._routing: torch.Tensor | None = None
         self._shape: torch.Size | None = None
@@ -61,7 +74,7 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             ValueError: on every rank, where the placement does not fit the group or is not the same on all ranks.
         """
         slots, channel = placement.of_layer(layer_number), self.core.channel
-        if self._differs(placement.digest):
+        if self._differs(placement.digest, *self._alike):
             raise ValueError(f"layer {layer_number}: ranks have read different placements; give all the same file")
         placement.check_layers(self.config.num_layers + (self.config.mtp_num_layers or 0))
         if slots is None:
@@ -76,10 +89,10 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         columns = torch.tensor([expert for rank in slots for expert in rank])
         self.core.columns = columns.to(self._experts.manager.arena.device)
 
-    def _differs(self, digest: int) -> bool:
-        """Whether any rank with experts of this layer has another one: of this group, of other pages, of copies."""
+    def _differs(self, digest: int, *groups: dist.ProcessGroup) -> bool:
+        """Whether any rank of these groups, or of the same groups of those, has another one."""
         lowest = highest = digest
-        for group in self._alike:
+        for group in groups:
             known = torch.tensor([lowest, highest], device=self._experts.manager.arena.device)
             told = Channel(group).all_gather(known)
             lowest, highest = int(told.min()), int(told.max())
@@ -117,6 +130,12 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         x_Nh, counts, probs_N = self.trip.arrive()
         return x_Nh, torch.tensor(counts), probs_N
+
+    def compute(self, experts: MegaScaleExperts, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What is around the experts, and these, in one: rows sorted by expert live in scratch memory."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        return self.trip.compute(experts.compute)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Partial sums of the experts here."""

@@ -81,10 +81,12 @@ class MegaScaleMoELayer(MoELayer):
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """As stock's: what the experts make of dispatched tokens, ready to be combined."""
         dispatcher, experts = self.token_dispatcher, self.experts
-        if not isinstance(dispatcher, LocalTokenDispatcher):
-            return super().routed_experts_compute(hidden_states, probs)  # type: ignore[no-any-return]
         assert isinstance(experts, MegaScaleExperts)
-        return dispatcher.compute(experts, hidden_states, probs), None
+        if isinstance(dispatcher, LocalTokenDispatcher):
+            return dispatcher.compute(experts, hidden_states, probs), None
+        if isinstance(dispatcher, GroupsTokenDispatcher) and not self.config.moe_apply_probs_on_input:
+            return dispatcher.compute(experts, hidden_states), None
+        return super().routed_experts_compute(hidden_states, probs)  # type: ignore[no-any-return]
 
     def set_layer_number(self, layer_number: int) -> None:
         """As stock; experts go where the placement has them in this layer. A collective where there is one."""

@@ -44,6 +44,10 @@ class Export:
             self._scratch = DenseScratch(self.folder)
         return self._scratch
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor in host memory is such a copy, which nothing changes once it is made."""
+        return self._scratch is not None and self._scratch.holds(tensor)
+
     def let_go(self) -> None:
         """Gives back the memory that reading such copies has taken; see :meth:`DenseScratch.let_go`."""
         if self._scratch is not None:

@@ -3,7 +3,8 @@
 [Note: late copies]
 Part of a larger tensor is written as a copy, or all of that tensor would be. Stock makes all such copies before it
 writes the first: where gate and up weights are one tensor they are a second model in memory. Nothing changes a tensor
-while training waits for its save, so that each copy is made when its turn comes, and forgotten after it.
+while training waits for its save, so that each copy is made when its turn comes, and forgotten after it. Where a child
+process saves beside training, the same goes for tensors that were made for this save.
 
 [Note: joined in place]
 What was stored in parts is joined when it is loaded: gate and up weights of all experts, one more model in memory. The
@@ -34,22 +35,30 @@ class Planner(Protocol):
         ...
 
 
-class WithoutData:
-    """A planner whose host tensors have shapes only: stock leaves alone what is not in host memory."""
+def _any(tensor: torch.Tensor) -> bool:
+    return True
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+
+class WithoutData:
+    """A planner whose host tensors have shapes only: stock leaves alone what is not in host memory.
+
+    ``spared``: which of them; all where nothing is given.
+    """
+
+    def __init__(self, planner: Planner, spared: Callable[[torch.Tensor], bool] = _any) -> None:
+        self._planner, self._spared = planner, spared
 
     def resolve_data(self, item: Any) -> torch.Tensor | BytesIO:  # noqa: ANN401 - torch's
         """See :class:`Planner`."""
         found = self._planner.resolve_data(item)
-        return found.to("meta") if isinstance(found, torch.Tensor) and found.is_cpu else found
+        spared = isinstance(found, torch.Tensor) and found.is_cpu and self._spared(found)
+        return found.to("meta") if isinstance(found, torch.Tensor) and spared else found
 
 
 def with_data(buckets: Iterable[WriteBucket], planner: Planner) -> list[WriteBucket]:
     """What was planned with :class:`WithoutData`, with the tensors themselves, views where they are parts."""
     return [
-        (path, key, (objects, [(item, _resolved(planner, item)) for item, _ in tensors]))
+        (path, key, (objects, [(item, _resolved(planner, item) if t.is_meta else t) for item, t in tensors]))
         for path, key, (objects, tensors) in buckets
     ]
 

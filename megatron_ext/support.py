@@ -66,6 +66,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("arguments", "gtp_weight_remat_size", _more_than_one, "leave it out"),
     Refusal("arguments", "expert_gtp_weight_remat_size", _more_than_one, "leave it out"),
     Refusal("arguments", "ckpt_convert_format", _set, "convert with stock, then load the checkpoint"),
+    Refusal("arguments", "inprocess_restart", _set, "leave it out: a restarted process loads a checkpoint"),
 )
 
 
@@ -111,24 +112,21 @@ def graphs_said(options: object, *, pages_leave: bool) -> str | None:
     return f"CUDA graphs hold {', '.join(scopes)}; experts are computed outside of them"
 
 
-def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True) -> None:
+def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True, paged_checkpoints: bool = False) -> None:
     """Refuses unsupported flags, before anything is built.
 
     Raises:
         ValueError: as :func:`check`; also ``--megascale`` on a dense model, experts that expert parallelism cannot
             divide, what :func:`check_spread` refuses, and layouts of checkpoints that pages do not have.
-        ``needs_experts``: whether nothing that was asked for has a use in a dense model.
+        ``needs_experts``: whether nothing that was asked for has a use in a dense model. ``paged_checkpoints``:
+            whether what is saved is of the project's own format.
     """
     experts = getattr(args, "num_experts", None)
     if experts is None and needs_experts:
         raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")
     for where in ("model", "ddp", "optimizer", "arguments"):
         check(where, args)
-    ranks = getattr(args, "expert_model_parallel_size", None) or 1
-    if experts is not None and experts % ranks:
-        raise ValueError(
-            f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {ranks}; change one of them"
-        )
+    check_shared_out(args)
     cut = getattr(args, "tensor_model_parallel_size", None) or 1
     if experts is not None:
         check_spread(args)
@@ -138,7 +136,16 @@ def check_arguments(args: argparse.Namespace, *, needs_experts: bool = True) -> 
             "because stock leaves some of these biases out of the gradient norm; add --disable-bias-linear"
         )
     if getattr(args, "save", None) or getattr(args, "load", None):
-        _check_checkpoints(args)
+        _check_checkpoints(args, paged=paged_checkpoints)
+
+
+def check_shared_out(args: argparse.Namespace) -> None:
+    """Raises ValueError where expert parallelism cannot divide the experts."""
+    experts, ranks = getattr(args, "num_experts", None), getattr(args, "expert_model_parallel_size", None) or 1
+    if experts is not None and experts % ranks:
+        raise ValueError(
+            f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {ranks}; change one of them"
+        )
 
 
 def check_spread(options: object) -> None:
@@ -165,11 +172,16 @@ def check_spread(options: object) -> None:
         )
 
 
-def _check_checkpoints(args: argparse.Namespace) -> None:
+def _check_checkpoints(args: argparse.Namespace, *, paged: bool) -> None:
     layout = getattr(args, "ckpt_format", None) or "torch_dist"
     if layout != "torch_dist":
         raise ValueError(f"--ckpt-format {layout} is not supported with --megascale; use --ckpt-format torch_dist")
-    if getattr(args, "megascale_checkpoint_format", None) == "paged":
+    if paged:
+        if getattr(args, "non_persistent_save_interval", None):
+            raise ValueError(
+                "--non-persistent-save-interval is not supported with --megascale-checkpoint-format paged; leave it "
+                "out, and save more often: --save-interval"
+            )
         return
     reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
     if getattr(args, "use_distributed_optimizer", False) and not reshardable:

@@ -58,7 +58,7 @@ failed=() unfinished=
 # Runs a command in what is left of the time; 124 where that was not enough.
 within() {
     local left=$((limit - SECONDS))
-    ((left > 5)) || return 124
+    ((left > 1)) || return 124
     timeout --kill-after=20 "$left" "$@"
 }
 

@@ -73,5 +73,5 @@ def _launch(gradients: Sequence[torch.Tensor], wire: torch.Tensor, *, pack: bool
     if len(blocks):
         aligned = all_aligned(table)
         bf16_wire[(len(blocks),)](
-            upload(table, device), upload(blocks, device), wire, PACK=pack, ADD=add, ALIGNED=aligned, BLOCK=BLOCK
+            *upload(device, table, blocks), wire, PACK=pack, ADD=add, ALIGNED=aligned, BLOCK=BLOCK
         )

@@ -113,14 +113,15 @@ def statistics_of_groups(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tens
     partials = torch.empty(len(chunks), len(COLUMNS), dtype=torch.float64, device=device)
     out = torch.zeros(len(groups), len(COLUMNS), dtype=torch.float64, device=device)
     if len(chunks):
+        segments_table, chunks_table, bounds_table = upload(device, table, chunks, bounds)
         gradient_statistics[(len(chunks),)](
-            upload(table, device),
-            upload(chunks, device),
+            segments_table,
+            chunks_table,
             partials,
             GRADIENT=_DTYPES[dtype],
             ALIGNED=all_aligned(table),
             CHUNK=CHUNK,
             BLOCK=BLOCK,
         )
-        add_statistics[(len(groups), len(COLUMNS))](partials, upload(bounds, device), out, BLOCK=256)
+        add_statistics[(len(groups), len(COLUMNS))](partials, bounds_table, out, BLOCK=256)
     return out

@@ -65,5 +65,5 @@ def page_checksums(pages: Sequence[torch.Tensor]) -> torch.Tensor:
     out = torch.zeros(len(pages), 2, dtype=torch.int64, device=device)
     if len(blocks):
         aligned = all_aligned(table)
-        page_checksum[(len(blocks),)](upload(table, device), upload(blocks, device), out, ALIGNED=aligned, BLOCK=BLOCK)
+        page_checksum[(len(blocks),)](*upload(device, table, blocks), out, ALIGNED=aligned, BLOCK=BLOCK)
     return out

@@ -53,7 +53,7 @@ def copy_pages(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor])
     _refuse_overlap(sources, targets, nbytes)
     table = np.asarray([[s.data_ptr(), t.data_ptr()] for s, t in zip(sources, targets, strict=True)], dtype=np.int64)
     if nbytes:
-        page_copy[(len(table), triton.cdiv(nbytes // 4, BLOCK))](upload(table, device), nbytes // 4, BLOCK=BLOCK)
+        page_copy[(len(table), triton.cdiv(nbytes // 4, BLOCK))](*upload(device, table), nbytes // 4, BLOCK=BLOCK)
 
 
 def _refuse_overlap(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], nbytes: int) -> None:

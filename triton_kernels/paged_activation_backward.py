@@ -16,7 +16,10 @@ from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 COLUMNS = tl.constexpr(ITEM_COLUMNS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["items", "tiles"])
+@triton.jit(
+    do_not_specialize=["sources", "wave_rows", "row_tiles", "columns"],
+    do_not_specialize_on_alignment=["items", "tiles"],
+)
 def paged_activation_backward(
     grad_y,
     index,

@@ -139,9 +139,7 @@ def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float
         first += len(s.records)
     blocks = blocks_of(table[:, 5], BLOCK)
     paged_adam[(len(blocks),)](
-        upload(table, device),
-        upload(blocks, device),
-        upload(scalars.astype(np.float32), device),
+        *upload(device, table, blocks, scalars.astype(np.float32)),
         1.0 if clip is None else clip,
         DECOUPLED=decoupled,
         CLIP=clip is not None,

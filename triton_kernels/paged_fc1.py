@@ -45,7 +45,7 @@ def source_of(index, first, rm, in_m, sources):
     return source, in_m & known
 
 
-@triton.jit(do_not_specialize_on_alignment=["items", "tiles"])
+@triton.jit(do_not_specialize=["sources", "row_tiles", "columns"], do_not_specialize_on_alignment=["items", "tiles"])
 def paged_fc1(
     x,
     index,

@@ -20,7 +20,7 @@ CHAIN = tl.constexpr(CHAIN_COLUMNS)
 Matrix = Literal["down", "fc1"]
 
 
-@triton.jit(do_not_specialize_on_alignment=["items", "chains", "tiles"])
+@triton.jit(do_not_specialize=["row_tiles", "columns"], do_not_specialize_on_alignment=["items", "chains", "tiles"])
 def paged_slice_sum(
     left,
     out,

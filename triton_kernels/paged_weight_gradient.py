@@ -19,7 +19,9 @@ COLUMNS = tl.constexpr(ITEM_COLUMNS)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit(do_not_specialize_on_alignment=["items"])
+@triton.jit(
+    do_not_specialize=["sources", "num_items", "row_tiles", "columns"], do_not_specialize_on_alignment=["items"]
+)
 def paged_weight_gradient(
     left,
     right,

@@ -22,7 +22,7 @@ def row_of(index, rows):
     return row, (row >= 0) & known, tl.where(known, 0.0, float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def permute_rows(x, source, scale, out, rows, hidden, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """Rows by index, scaled where asked for.
 
@@ -40,7 +40,7 @@ def permute_rows(x, source, scale, out, rows, hidden, SCALE: tl.constexpr, BLOCK
     tl.store(out + i * hidden + at, value, mask=at < hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def unpermute_rows(
     y, position, weight, out, rows, hidden, TOPK: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -63,7 +63,7 @@ def unpermute_rows(
     tl.store(out + t * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def row_products(y, position, grad, out, rows, hidden, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the weights of :func:`unpermute_rows`.
 
@@ -83,7 +83,7 @@ def row_products(y, position, grad, out, rows, hidden, TOPK: tl.constexpr, BLOCK
     tl.store(out + t * TOPK + k, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def sum_rows(y, order, bounds, out, rows, tokens, hidden, BLOCK: tl.constexpr):
     """Every token's rows summed, however many it has.
 

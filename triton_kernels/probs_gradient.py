@@ -14,7 +14,7 @@ COLUMNS = tl.constexpr(ITEM_COLUMNS)
 CHAIN = tl.constexpr(CHAIN_COLUMNS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["items", "chains", "tiles"])
+@triton.jit(do_not_specialize=["wave_rows"], do_not_specialize_on_alignment=["items", "chains", "tiles"])
 def probs_gradient(partials, out, items, chains, tiles, wave_rows, TILE: tl.constexpr, BM: tl.constexpr):
     """Adds the partial sums of every token's pages to its gradient.
 

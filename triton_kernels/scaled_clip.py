@@ -63,8 +63,7 @@ def scale_groups(groups: Sequence[Sequence[torch.Tensor]], coefficients: torch.T
     blocks = blocks_of(table[:, 1], BLOCK)
     if len(blocks):
         scaled_clip[(len(blocks),)](
-            upload(table, device),
-            upload(blocks, device),
+            *upload(device, table, blocks),
             coefficients,
             GRADIENT=_DTYPES[dtype],
             ALIGNED=all_aligned(table[:, :2]),

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megascale_omni.kernels.checks import require_address
+from megascale_omni.kernels.segments import upload
 
 ITEM_COLUMNS = 8
 """address of the weight page, first row (N), rows, block (elements of width 1 before it, N), first row (wave), block
@@ -109,8 +110,13 @@ def wave_tables(
         row += item.rows
         block += item.rows * item.neurons
     chain_table = np.asarray(chains, dtype=np.int64).reshape(-1, CHAIN_COLUMNS)
+    tiles, chain_tiles = _tiles(table[:, 2], item_rows), _tiles(chain_table[:, 3], chain_rows)
+    there = upload(device, table, chain_table, tiles, chain_tiles)
     return WaveTables(
-        *_upload(table, chain_table, _tiles(table[:, 2], item_rows), _tiles(chain_table[:, 3], chain_rows), device),
+        items=there[0],
+        chains=there[1],
+        tiles=there[2],
+        chain_tiles=there[3],
         rows=row,
         neurons=max((item.neurons for item in items), default=0),
         block=block,
@@ -146,25 +152,3 @@ def _tiles(rows: np.ndarray, block_rows: int) -> np.ndarray:
     owner = np.repeat(np.arange(len(rows)), counts)
     first = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.stack([owner, first * block_rows], axis=1).astype(np.int32)
-
-
-def _upload(
-    items: np.ndarray, chains: np.ndarray, tiles: np.ndarray, chain_tiles: np.ndarray, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All tables in one copy."""
-    words = [
-        items.reshape(-1),
-        chains.reshape(-1),
-        tiles.reshape(-1).view(np.int64),
-        chain_tiles.reshape(-1).view(np.int64),
-    ]
-    flat = torch.from_numpy(np.concatenate(words))
-    if device.type != "cpu":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([len(part) for part in words])
-    return (
-        parts[0].view(-1, ITEM_COLUMNS),
-        parts[1].view(-1, CHAIN_COLUMNS),
-        parts[2].view(torch.int32).view(-1, 2),
-        parts[3].view(torch.int32).view(-1, 2),
-    )

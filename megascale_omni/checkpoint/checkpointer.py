@@ -246,7 +246,8 @@ class Checkpointer:
         load_state(opened, state, self.ranks, with_optimizer=with_optimizer, ignored=ignored)
         tag = opened.manifest.tag
         if with_optimizer and opened.folder == self.store.root / tag:
-            stored = {page.at: page for pages in opened.pages.pages.values() for page in pages}
+            mine = {piece.at(name) for piece in state.experts for name in piece.share.owned(piece.experts)}
+            stored = {page.at: page for pages in opened.pages.pages.values() for page in pages if page.at in mine}
             self._base = Base(Found(opened.folder, opened.manifest, opened.checksum), as_seen_later(stored, tag))
 
 

@@ -169,12 +169,26 @@ class DenseIndex:
                 self.tensors.setdefault(item["name"], []).append(_stored(item))
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A whole tensor, or what lies in a box of it, with the box's shape. KeyError where it is not stored."""
+        """A whole tensor, or what lies in a box of it, with the box's shape.
+
+        Raises:
+            KeyError: it is not stored. ValueError: not all of it is, as where only some layers have been stepped.
+        """
         parts = self.tensors[name]
         box = whole(parts[0].global_shape) if box is None else box
+        if not self.holds(name, box):
+            raise ValueError(f"checkpoint {self.folder} does not have all of {name} that lies in {box}")
         tensor = torch.empty(box.shape, dtype=NAMES[parts[0].place.dtype])
         self._fill(name, box, tensor)
         return tensor
+
+    def holds(self, name: str, box: Box, *, all_of_it: bool = True) -> bool:
+        """Whether a box of a tensor is stored, or any part of it."""
+        parts = self.tensors.get(name, [])
+        if not parts or len(parts[0].global_shape) != len(box.shape):
+            return False
+        held = _held(parts, box)
+        return held == box.numel if all_of_it else held > 0
 
     def problems(self, pieces: Sequence[TensorPiece]) -> list[str]:
         """Why pieces could not be loaded: missing tensors, other shapes or dtypes; empty where all of them can."""
@@ -188,7 +202,7 @@ class DenseIndex:
                 found.append(f"has {piece.name} of shape {parts[0].global_shape}, the model needs {piece.global_shape}")
             elif parts[0].place.dtype != DTYPES[piece.tensor.dtype]:
                 found.append(f"has {piece.name} as {parts[0].place.dtype}, the run needs {DTYPES[piece.tensor.dtype]}")
-            elif sum(common.numel for p in parts if (common := p.box.overlap(piece.box))) != piece.box.numel:
+            elif _held(parts, piece.box) != piece.box.numel:
                 found.append(f"does not have all of {piece.name} that lies in {piece.box}")
         return found
 
@@ -216,6 +230,10 @@ class DenseIndex:
             part = torch.empty(stored.box.shape, dtype=NAMES[stored.place.dtype])
             read_into(self.folder, stored.place, part)
             copy_overlap(source=part, source_box=stored.box, target=target, target_box=box)
+
+
+def _held(parts: Iterable[StoredBox], box: Box) -> int:
+    return sum(common.numel for part in parts if (common := part.box.overlap(box)) is not None)
 
 
 def _stored(item: dict[str, Any]) -> StoredBox:

@@ -97,7 +97,9 @@ def open_newest(root: Path, ranks: Ranks, *, tag: str | None = None) -> Opened |
     if tag in damaged:
         raise CheckpointError(root / tag, damaged[tag])
     if damaged:
-        raise CheckpointError(root, [f"none that can be loaded: {', '.join(damaged)}", *_once(damaged)])
+        untried = names[MOST_PASSED_OVER:]
+        told = [f"older ones were not tried: {', '.join(untried)}; ask for one by its tag"] if untried else []
+        raise CheckpointError(root, [f"none that can be loaded: {', '.join(damaged)}", *told, *_once(damaged)])
     if tag is not None:
         raise ValueError(f"{root} has no checkpoint {tag}")
     return None

@@ -40,6 +40,7 @@ class DenseScratch:
         self.folder = Path(folder)
         self._open: list[tuple[int, mmap.mmap]] = []
         self._settled: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._places: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary()
 
     def __call__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """See :class:`MakeTensors`.
@@ -58,6 +59,8 @@ class DenseScratch:
         fd = self._file(size)
         mapped = mmap.mmap(fd, size)
         self._open.append((fd, mapped))
+        start = torch.frombuffer(mapped, dtype=torch.uint8, count=1).data_ptr()
+        self._places[mapped] = range(start, start + size)
         return {
             name: torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shapes[name])
             if count
@@ -80,6 +83,11 @@ class DenseScratch:
                 "give another folder"
             ) from error
         return fd
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor in host memory is one of those made here, or a part of one."""
+        at = tensor.data_ptr()
+        return any(at in place for place in self._places.values())
 
     def settle(self) -> None:
         """Writes out what was made since the last call, so that its memory can be used for something else."""

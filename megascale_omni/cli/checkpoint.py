@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", help="what a checkpoint holds")
     collect = commands.add_parser("gc", help="remove all but the newest checkpoints and what they need")
     for command in (listing, verify, show, collect):
-        command.add_argument("folder", type=Path, help="FOLDER, or for verify and show FOLDER/TAG")
+        command.add_argument("folder", type=Path, help="FOLDER; for verify and show FOLDER/TAG, too")
     checkpoint_convert.add_arguments(
-        commands.add_parser("convert", help="to Megatron's or Hugging Face's format, or back")
+        commands.add_parser("convert", help="to Megatron's, DeepSpeed's or Hugging Face's format, or back")
     )
     show.add_argument("--json", action="store_true", help="everything, as JSON")
     collect.add_argument("--keep", type=int, default=2, help="how many of the newest stay (default and least 2)")
@@ -56,12 +56,16 @@ def _size(found: Found) -> str:
     return f"{sum(record.size for record in found.manifest.files) / 2**20:,.1f} MiB"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _ls(args: argparse.Namespace) -> int:
     for found in _list(args.folder):
         manifest = found.manifest
         needs = f"  needs {', '.join(manifest.needs)}" if manifest.needs else ""
-        ranks = manifest.layout.get("world_size", 1)
-        print(f"{found.folder.name}  step {manifest.step}  {manifest.kind}  {_size(found)}  {ranks} ranks{needs}")
+        ranks = _count(manifest.layout.get("world_size", 1), "rank")
+        print(f"{found.folder.name}  step {manifest.step}  {manifest.kind}  {_size(found)}  {ranks}{needs}")
     return 0
 
 
@@ -69,6 +73,8 @@ def _verify(args: argparse.Namespace) -> int:
     from megascale_omni.checkpoint.manifest import MANIFEST, CheckpointError, verify
     from megascale_omni.checkpoint.store import list_checkpoints
 
+    if not args.folder.is_dir():
+        raise ValueError(f"{args.folder} is not a folder")
     folders = [args.folder]
     problems: list[str] = []
     if not (args.folder / MANIFEST).exists() and not any(args.folder.glob("mpu_*_state")):
@@ -94,12 +100,16 @@ def _show(args: argparse.Namespace) -> int:
 
     from megascale_omni.checkpoint.checkpointer import Opened
     from megascale_omni.checkpoint.manifest import read_manifest
+    from megascale_omni.checkpoint.store import is_checkpoint
 
-    manifest, checksum = read_manifest(args.folder)
+    folder = args.folder
+    if folder.is_dir() and not is_checkpoint(folder):  # a folder of them: the newest one
+        folder = next(found.folder for found in _list(folder))
+    manifest, checksum = read_manifest(folder)
     if args.json:
         print(json.dumps({"checksum": checksum, **asdict(manifest)}, indent=1))
         return 0
-    opened = Opened.read(args.folder)
+    opened = Opened.read(folder)
     print(f"{manifest.tag}: step {manifest.step}, {manifest.kind}, manifest {checksum}")
     for name, values in (("layout", manifest.layout), ("versions", manifest.versions), ("needs", manifest.needs)):
         if values:
@@ -110,11 +120,11 @@ def _show(args: argparse.Namespace) -> int:
         stored = [p for at, pages in opened.pages.pages.items() if at[0] == path for p in pages]
         shape = module.shape
         print(
-            f"experts {path}: {module.num_experts} of hidden {shape.hidden}, {shape.ffn} neurons, in {len(stored)} "
-            f"pages, {_behind(opened.pages.num_steps, [page.last_step for page in stored])}"
+            f"experts {path}: {module.num_experts} of hidden {shape.hidden}, {shape.ffn} neurons, in "
+            f"{_count(len(stored), 'page')}, {_behind(opened.pages.num_steps, [page.last_step for page in stored])}"
         )
     for name, parts in sorted(opened.dense.tensors.items()):
-        print(f"tensor {name}: {parts[0].place.dtype} {list(parts[0].global_shape)} in {len(parts)} parts")
+        print(f"tensor {name}: {parts[0].place.dtype} {list(parts[0].global_shape)} in {_count(len(parts), 'part')}")
     for record in manifest.files:
         print(f"file {record.path}: {record.size} bytes, {record.checksum}")
     return 0
@@ -143,4 +153,6 @@ def _gc(args: argparse.Namespace) -> int:
         gone = Store(args.folder, keep=args.keep).collect()
     for folder in gone:
         print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
+    if not gone:
+        print(f"nothing to remove: the {args.keep} newest and what they need are all there is")
     return 0

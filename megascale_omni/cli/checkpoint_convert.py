@@ -1,4 +1,4 @@
-"""``megascale checkpoint convert``: between the project's format and others."""
+"""``megascale checkpoint convert``: between the project's format and others, and increments into whole checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=NAMES,
         help="from paged to paged: whose names tensors get (hf: a Megatron run's checkpoint for DeepSpeed)",
     )
-    parser.add_argument("--tag", help="name of a paged or deepspeed target (default: as its framework's, or `hf`)")
+    parser.add_argument(
+        "--tag", help="name of a paged or deepspeed target (default: the source's, as its framework's, or `hf`)"
+    )
     parser.add_argument(
         "--like",
         type=Path,
@@ -74,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     page_bytes = parse_bytes(args.page_size, key="--page-size")
     if args.names is not None and (found, args.to) != (PAGED, PAGED):
         raise ValueError(f"--names is for a checkpoint that is {PAGED} before and after; {args.source} is {found}")
-    if found == args.to and args.names is None:
-        raise ValueError(f"{args.source} is {found} already; with --names hf or megatron its tensors get other names")
+    if found == args.to != PAGED:
+        raise ValueError(f"{args.source} is {found} already")
     if PAGED not in (found, args.to):
         raise ValueError(f"{args.source} is {found}; convert goes from {PAGED} to another format, or back")
     print(_from_paged(args) if found == PAGED else _to_paged(args, found, page_bytes))
@@ -96,6 +98,10 @@ def _from_paged(args: argparse.Namespace) -> Path:
         from megascale_omni.checkpoint.megatron_write import to_torch_dist
 
         return to_torch_dist(opened, args.target)
+    if args.names is None:
+        from megascale_omni.checkpoint.compact import make_whole
+
+        return make_whole(opened, args.target, args.tag)
     from megascale_omni.checkpoint.rename import to_hf_names, to_megatron_names
 
     if args.names == HF:

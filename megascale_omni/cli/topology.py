@@ -169,8 +169,8 @@ def describe(topology: Topology, group: int | None) -> list[str]:
     lines = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
     for number, level in enumerate(topology.levels):
         units = len(set(topology.units_of(number, range(topology.num_ranks)).tolist()))
-        latency = f"{1e6 * level.latency_seconds:.1f} us"
-        lines.append(f"  {level.name}: {level.bandwidth / 1e9:.3g} GB/s a rank, {latency}, {units} units")
+        latency, several = f"{1e6 * level.latency_seconds:.1f} us", "s" * (units != 1)
+        lines.append(f"  {level.name}: {level.bandwidth / 1e9:.3g} GB/s a rank, {latency}, {units} unit{several}")
     if group is not None:
         best = groups_by_level(topology, group)
         in_order = [range(i, i + group) for i in range(0, topology.num_ranks, group)]
@@ -178,7 +178,7 @@ def describe(topology: Topology, group: int | None) -> list[str]:
             now = sum(_widest(topology, ranks) == level.name for ranks in in_order)
             could = sum(name == level.name for _, name in best)
             lines.append(f"  groups of {group} inside {level.name}: {now} of ranks in a row, {could} at best")
-    return lines
+    return [*lines, *topology.doubts]
 
 
 def _widest(topology: Topology, ranks: range) -> str:

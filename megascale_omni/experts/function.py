@@ -36,7 +36,7 @@ from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.completion import Completion
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.rows import Blocks, Rows
-from megascale_omni.experts.tokens import gather_rows, room_for_rows
+from megascale_omni.experts.tokens import Index, Segments, gather_rows, of_row, room_for_rows, segment_sum
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import PageLayout
 from megascale_omni.paging.leases import PagedModule
@@ -118,7 +118,7 @@ def forward_phase(keep: bool, schedule: Schedule) -> Phase:
 
 
 class PagedExpertsFunction(torch.autograd.Function):
-    """``(x [N, h], probs [N] or None, anchor) -> y [N, h]``; with ``index_N`` (see tokens.py) ``x [T, h] -> y [T, h]``.
+    """``(x [N, h], probs [N] or None, anchor) -> y [N, h]``; with ``index`` (see tokens.py) ``x [T, h] -> y [T, h]``.
 
     ``anchor`` is a leaf that requires gradients when the weights do; it keeps the backward alive under frozen inputs.
     Weight gradients do not travel through autograd: they are added to gradient pages.
@@ -132,10 +132,10 @@ class PagedExpertsFunction(torch.autograd.Function):
         anchor: torch.Tensor,
         context: ExpertsContext,
         rows: Rows,
-        index_N: torch.Tensor | None,
+        index: Index | None,
         keep: bool,
     ) -> torch.Tensor:
-        x, work = x.contiguous(), context.workspace
+        x, work, index_N = x.contiguous(), context.workspace, of_row(index)
         y_Nh = room_for_rows(x, index_N, work, "rows.results")
         numel = Blocks.numel(context.layout, y_Nh.shape[0])
         room = work.lend(numel, x.dtype) if keep else work.take("pre_activations", (numel,), x.dtype)
@@ -145,7 +145,8 @@ class PagedExpertsFunction(torch.autograd.Function):
         if keep:
             ctx.save_for_backward(x, probs_N, flat, index_N)  # type: ignore[arg-type]
             ctx.context, ctx.rows, ctx.room = context, rows, room  # type: ignore[attr-defined]
-        return context.sums(y_Nh, index_N, x.shape[0])
+            ctx.order = index if isinstance(index, Segments) else None  # type: ignore[attr-defined]
+        return segment_sum(y_Nh, index) if isinstance(index, Segments) else context.sums(y_Nh, index_N, x.shape[0])
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -173,7 +174,9 @@ class PagedExpertsFunction(torch.autograd.Function):
         if ctx.room is not None:  # type: ignore[attr-defined]
             work.give_back(ctx.room)  # type: ignore[attr-defined]
             ctx.room = None  # type: ignore[attr-defined]
-        gx = None if gx_Nh is None else context.sums(gx_Nh, index_N, x.shape[0])
+        gx, order = None, ctx.order  # type: ignore[attr-defined]
+        if gx_Nh is not None:
+            gx = context.sums(gx_Nh, index_N, x.shape[0]) if order is None else segment_sum(gx_Nh, order)
         anchor_gradient = gy.new_zeros(()) if needs_weights else None
         gprobs_N = None if call.gprobs_N is None else call.gprobs_N.to(probs_N.dtype)
         return gx, gprobs_N, anchor_gradient, None, None, None, None

@@ -13,6 +13,7 @@ from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.rows import Rows
+from megascale_omni.experts.tokens import Index, of_row
 from megascale_omni.experts.torch_backend import TorchBackend
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
@@ -118,14 +119,15 @@ class PagedExperts(torch.nn.Module):
         x: torch.Tensor,
         counts: Sequence[int],
         probs_N: torch.Tensor | None = None,
-        index_N: torch.Tensor | None = None,
+        index: Index | None = None,
     ) -> torch.Tensor:
         """Experts' outputs ``[N, h]`` for rows ``x [N, h]`` sorted by expert; ``counts[e]`` of them belong to expert e.
 
-        ``probs_N`` scales each row's activation before the down projection; None scales nothing. With ``index_N``
-        (int64) ``x`` are tokens ``[T, h]``, row ``n`` is token ``index_N[n]``, and the result is the sum ``[T, h]`` of
-        each token's outputs.
+        ``probs_N`` scales each row's activation before the down projection; None scales nothing. With an
+        ``index`` (int64, or :class:`~megascale_omni.experts.tokens.Segments`) ``x`` are tokens ``[T, h]``, row ``n`` is
+        token ``index[n]``, and the result is the sum ``[T, h]`` of each token's outputs.
         """
+        index_N = of_row(index)
         num_rows = x.shape[0] if index_N is None else index_N.shape[0]
         if sum(counts) != num_rows or len(counts) != self.num_experts:
             raise RuntimeError(
@@ -138,7 +140,7 @@ class PagedExperts(torch.nn.Module):
             x.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
         )
         result: torch.Tensor = PagedExpertsFunction.apply(
-            x, probs_N, self._anchor, self.context, Rows.from_counts(counts), index_N, keep
+            x, probs_N, self._anchor, self.context, Rows.from_counts(counts), index, keep
         )
         return result
 

@@ -1,7 +1,8 @@
-"""Tokens to rows sorted by expert and back, where tokens and experts are on one rank.
+"""Tokens to rows sorted by expert and back, on one rank: its own tokens, or those that came from others.
 
 Shape suffixes: T tokens, N rows (one for each token and expert that it is routed to), h hidden size. ``index_N`` says
-which token a row is of; rows are sorted by expert and, of one expert, by token.
+which token a row is of; rows are sorted by expert and, of one expert, by token. With :class:`Segments` a token's rows
+are summed in the order that these give, in fp32, and rounded once; with an index alone as stock sums them.
 
 [Note: rows are scratch]
 Rows are many times as many as tokens. Kernels read tokens by index, and have no rows but those of their results. Others
@@ -11,7 +12,10 @@ keeps nor differentiates them, the backward gathers them again, and no memory is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 
 from megascale_omni.experts.workspace import Workspace
 
@@ -48,6 +52,39 @@ def rows_of_map(map_ET: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torc
     else:
         expert_N, token_N = torch.nonzero_static(map_ET, size=num_rows).unbind(1)
     return expert_N, token_N.contiguous()
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sums of rows: result ``i`` is the sum of ``values[items[starts[i]:starts[i + 1]]]``, in that order.
+
+    ``of_item[j]`` is the result that value ``j`` goes to; the inverse direction, a gather, needs nothing else.
+    """
+
+    items: torch.Tensor
+    starts: torch.Tensor
+    of_item: torch.Tensor
+
+    @property
+    def num_results(self) -> int:
+        """How many sums."""
+        return self.starts.shape[0]
+
+
+Index = torch.Tensor | Segments
+"""The token of each row, and perhaps the order of sums."""
+
+
+def of_row(index: Index | None) -> torch.Tensor | None:
+    """The token of each row."""
+    return index.of_item if isinstance(index, Segments) else index
+
+
+def segment_sum(values: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """The sums of :class:`Segments` of rows ``[R, h]``."""
+    if values.shape[0] == 0 or segments.num_results == 0:
+        return values.new_zeros(segments.num_results, values.shape[1])
+    return F.embedding_bag(segments.items, values, segments.starts, mode="sum")
 
 
 def gather_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Workspace, name: str) -> torch.Tensor:

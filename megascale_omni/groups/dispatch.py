@@ -4,26 +4,31 @@
     y_Nh = experts(trip.x_Nh, trip.counts, trip.probs_N)
     output_Th = trip.back(y_Nh)
 
+Where the experts gather and sum rows themselves, ``trip.finish(trip.send_back(trip.compute(experts)))`` does the same,
+and what is as large as pairs are many lives in their scratch memory [Note: rows are scratch].
+
 Shapes: T tokens of this rank, E experts of all ranks, N pairs (token, expert) of this rank's experts, sorted by expert.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.tokens import Segments
 from megascale_omni.groups.cache import GroupCache
 from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.discovery import Discovery, discover
 from megascale_omni.groups.functions import exchange, gather, sum_rows
 from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.groups.pages import TravellingPages
-from megascale_omni.groups.plan import Demand, Move, Plan, TravelCosts, make_groups, make_plan, ranks_of
+from megascale_omni.groups.plan import Demand, ExpertGroup, Move, Plan, TravelCosts, make_groups, make_plan
 from megascale_omni.groups.rows import (
     ReceivedRows,
     SendRows,
@@ -34,6 +39,9 @@ from megascale_omni.groups.rows import (
 )
 from megascale_omni.groups.spread import all_gather_rows, gather_counts, gather_rows, scatter_sums
 from megascale_omni.topology.links import LinkCosts
+
+PairExperts = Callable[[torch.Tensor, tuple[int, ...], torch.Tensor, Segments], torch.Tensor]
+"""Experts that take rows ``[R, h]``, counts, probabilities ``[N]`` and pairs, and give the sums ``[R, h]``."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,12 @@ class GroupOptions:
     discovery: Discovery = "allgather"
     links: LinkCosts | None = None
     cache: int = 1024
+
+    @property
+    def digest(self) -> int:
+        """Equal where ranks make the same plan of the same counts."""
+        tables = () if self.links is None else (self.links.seconds_per_byte_PP, self.links.latency_PP)
+        return zlib.crc32(f"{self.move} {self.discovery}".encode() + b"".join(table.tobytes() for table in tables))
 
 
 @dataclass
@@ -77,7 +91,7 @@ class GroupDispatcher:
     def __post_init__(self) -> None:
         self.local_experts = self.num_experts // self.channel.size
         self.owners_E = np.repeat(np.arange(self.channel.size), self.local_experts)
-        self.cache: GroupCache[tuple[int, ...]] = GroupCache(self.options.cache)
+        self.cache: GroupCache[ExpertGroup] = GroupCache(self.options.cache)
         self.calls = 0
         kinds = ("tokens", "rows_sent", "pairs_sent", "rows_spread", "experts_sent", "experts_received")
         self.counts = dict.fromkeys(kinds, 0)
@@ -149,12 +163,12 @@ class GroupDispatcher:
         told = discover(vector, self.channel, self.options.discovery)
         self.discovery_seconds += time.perf_counter() - start
         demand = Demand.from_vectors(told, experts=experts)
-        groups = make_groups(demand.counts_PE > 0, self.owners_E, self._members_of)
+        groups = make_groups(demand.counts_PE > 0, self.owners_E, self._group_of)
         move: Move = "tokens" if self.pages is None else self.options.move
         return make_plan(demand, groups, self._travel_costs(x_Th), move)
 
-    def _members_of(self, bits: bytes, ranks: int) -> tuple[int, ...]:
-        return self.cache.get(bits, step=self.calls, make=lambda: ranks_of(bits, ranks))
+    def _group_of(self, active: bytes, owner: int, ranks: int) -> ExpertGroup:
+        return self.cache.get((active, owner), step=self.calls, make=lambda: ExpertGroup.of(active, owner, ranks))
 
     def _travel_costs(self, x_Th: torch.Tensor) -> TravelCosts:
         hidden, width = x_Th.shape[1], x_Th.element_size()
@@ -216,13 +230,23 @@ class Trip:
 
     def arrive(self) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
         """Tokens ``[N, h]`` sorted by local expert, counts of each, probabilities ``[N]``."""
+        x_Rh, probs_N, self._received = self._arrive()
+        return gather(x_Rh, self._received.segments), self._received.counts, probs_N
+
+    def compute(self, experts: PairExperts) -> torch.Tensor:
+        """Instead of :meth:`arrive` and :meth:`partial_sums`: the partial sums of ``experts``, called with the rows
+        that came, counts of each expert, probabilities ``[N]`` and the pairs as :class:`Segments` of the rows.
+        """
+        x_Rh, probs_N, received = self._arrive()
+        return self._scattered(experts(x_Rh, received.counts, probs_N, received.segments))
+
+    def _arrive(self) -> tuple[torch.Tensor, torch.Tensor, ReceivedRows]:
         if self._dispatcher.spread is not None:
             self._gather_for(self._dispatcher.spread)
-        self._received = received_rows(self._mask_RB, local_experts=self._dispatcher.local_experts)
-        x_Nh = gather(self._arrived_Rh, self._received.segments)
-        probs_N = self._wire_N.index_select(0, self._received.wire_N)
+        received = received_rows(self._mask_RB, local_experts=self._dispatcher.local_experts)
+        x_Rh, probs_N = self._arrived_Rh, self._wire_N.index_select(0, received.wire_N)
         del self._arrived_Rh, self._mask_RB, self._wire_N
-        return x_Nh, self._received.counts, probs_N
+        return x_Rh, probs_N, received
 
     def _gather_for(self, spread: Channel) -> None:
         """Rows that arrived at any of these ranks come to all of them (see [Note: spread experts])."""
@@ -236,7 +260,9 @@ class Trip:
     def partial_sums(self, y_Nh: torch.Tensor) -> torch.Tensor:
         """Outputs of this rank's experts, and of their pages elsewhere, summed to one row for each row that came."""
         assert self._received is not None
-        y_Rh = sum_rows(y_Nh, self._received.segments)
+        return self._scattered(sum_rows(y_Nh, self._received.segments))
+
+    def _scattered(self, y_Rh: torch.Tensor) -> torch.Tensor:
         spread = self._dispatcher.spread
         return y_Rh if spread is None else scatter_sums(y_Rh, spread, self._spread_rows)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from megascale_omni.experts.tokens import Segments, segment_sum
 from megascale_omni.groups.channel import Channel
-from megascale_omni.groups.rows import Segments
 
 Context = torch.autograd.function.FunctionCtx
 
@@ -27,13 +26,6 @@ def exchange(values: torch.Tensor, channel: Channel, send: tuple[int, ...], rece
     """Rows ``values`` (``send[p]`` to each rank in turn) for ``receive[p]`` rows from each; gradients go back."""
     result: torch.Tensor = _Exchange.apply(values, channel, send, receive)
     return result
-
-
-def segment_sum(values: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The sums of :class:`Segments` of rows ``[R, h]``."""
-    if values.shape[0] == 0 or segments.num_results == 0:
-        return values.new_zeros(segments.num_results, values.shape[1])
-    return F.embedding_bag(segments.items, values, segments.starts, mode="sum")
 
 
 class _Gather(torch.autograd.Function):

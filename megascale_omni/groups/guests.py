@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.plan import PAGE_BATCH
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
@@ -17,6 +18,11 @@ class GuestHouse:
 
     def __init__(self) -> None:
         self._rooms: dict[Hashable, PagedExperts] = {}
+        self._buffers: dict[tuple[torch.device, torch.dtype], Workspace] = {}
+
+    def buffers(self, device: torch.device, dtype: torch.dtype) -> Workspace:
+        """Lends room for experts on their way (see [Note: buffers of what travels] in pages.py)."""
+        return self._buffers.setdefault((device, dtype), Workspace(device))
 
     @property
     def num_rooms(self) -> int:

@@ -11,6 +11,11 @@ Visitors are gone when the batch is done; the backward fetches the weights again
 computes its own tokens for an expert that travels in the same way. Each rank's part of the weight gradient is kept and
 sent in fp32, unrounded; parts are added at home by ascending rank, and the sum is rounded where stock rounds: to the
 weights' dtype, before it is added to the gradient of the step.
+
+[Note: buffers of what travels]
+An expert's buffer is as large whoever belongs to its group. So buffers are lent by the house, to all groups and layers
+in turn, and given back when their batch has been taken in: there are never more than two batches need, and groups that
+recur find theirs. The same groups' plans are found in the group cache.
 """
 
 from __future__ import annotations
@@ -50,9 +55,9 @@ def empty_weights(experts: PagedExperts) -> torch.Tensor:
     return torch.empty(expert_numel(experts), dtype=dtype, device=device)
 
 
-def read_weights(experts: PagedExperts, expert: int) -> torch.Tensor:
-    """A copy of a local expert's weight pages, caught up with the optimizer."""
-    flat = empty_weights(experts)
+def read_weights(experts: PagedExperts, expert: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of a local expert's weight pages, caught up with the optimizer; in ``out`` where that is given."""
+    flat = empty_weights(experts) if out is None else out
     for name, part in _parts(experts, expert, flat):
         experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
         with experts.lease(Plane.WEIGHT, [name]) as lease:
@@ -66,6 +71,20 @@ def write_weights(experts: PagedExperts, expert: int, flat: torch.Tensor) -> Non
         with experts.lease(Plane.WEIGHT, [name]) as lease:
             lease.mark_dirty()
             lease.page(*name).copy_(part)
+
+
+@dataclass
+class Travelling:
+    """A batch on its way: what is under way, what arrives by expert (gradients: by ascending rank), and loans."""
+
+    transfers: Transfers
+    arriving: dict[int, list[torch.Tensor]]
+    lent: list[torch.Tensor]
+
+    def arrived(self) -> dict[int, list[torch.Tensor]]:
+        """Waits for it."""
+        self.transfers.wait()
+        return self.arriving
 
 
 class TravellingPages:
@@ -123,36 +142,48 @@ class TravellingPages:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def weights_of(self, move: PageMove) -> torch.Tensor:
-        """A copy of an expert's weight pages, caught up with the optimizer."""
-        return read_weights(self.experts, move.expert - self.first)
+    def _borrow(self, dtype: torch.dtype, lent: list[torch.Tensor]) -> torch.Tensor:
+        """Room for one expert (see [Note: buffers of what travels]); ``lent`` notes what is to be given back."""
+        numel = self.expert_numel
+        lent.append(self._house.buffers(self.experts.manager.arena.device, dtype).lend(numel, dtype))
+        return lent[-1][:numel]
 
-    def start_weights(self, batch: Batch) -> tuple[Transfers, dict[int, torch.Tensor]]:
-        """Sends and receives the weights of a batch; those that this rank computes with, by expert."""
+    def _give_back(self, travelling: Travelling) -> None:
+        for buffer in travelling.lent:
+            self._house.buffers(self.experts.manager.arena.device, buffer.dtype).give_back(buffer)
+        travelling.lent, travelling.arriving = [], {}
+
+    def start_weights(self, batch: Batch) -> Travelling:
+        """Sends and receives the weights of a batch; what arrives is what this rank computes with."""
         transfers: list[Transfer] = []
-        arriving: dict[int, torch.Tensor] = {}
+        arriving: dict[int, list[torch.Tensor]] = {}
+        lent: list[torch.Tensor] = []
+        dtype, rank = self.experts.pages.dtypes[Plane.WEIGHT], self.channel.rank
         for move in batch:
-            if move.owner == self.channel.rank:
-                flat = self.weights_of(move)
+            if not move.involves(rank):
+                continue
+            flat = self._borrow(dtype, lent)
+            if move.owner == rank:
+                read_weights(self.experts, move.expert - self.first, flat)
                 transfers += [Transfer(peer, flat, True) for peer in move.members]
-                if move.at_home:
-                    arriving[move.expert] = flat
-            elif self.channel.rank in move.members:
-                flat = empty_weights(self.experts)
-                arriving[move.expert] = flat
+            else:
                 transfers.append(Transfer(move.owner, flat, False))
-        return self.channel.transfer(transfers), arriving
+            if rank in move.computed_by:
+                arriving[move.expert] = [flat]
+        return Travelling(self.channel.transfer(transfers), arriving, lent)
 
-    def welcome(self, batch: Batch, arrived: dict[int, torch.Tensor]) -> PagedExperts:
+    def welcome(self, batch: Batch, weights: Travelling) -> PagedExperts:
         """The guests' module with the weights of a batch; visitor ``i`` is the batch's move ``i``."""
         guests = self.guests
         manager = guests.manager
+        arrived = weights.arrived()
         present = [i for i, move in enumerate(batch) if move.expert in arrived]
         manager.create(guests.pages, Plane.WEIGHT, present)
         for place in present:
-            for name, part in self._parts(place, arrived[batch[place].expert]):
+            for name, part in self._parts(place, arrived[batch[place].expert][0]):
                 with guests.lease(Plane.WEIGHT, [name]) as lease:
                     lease.page(*name).copy_(part)
+        self._give_back(weights)
         return guests
 
     def farewell(self) -> None:
@@ -164,10 +195,10 @@ class TravellingPages:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def gradients_of(self, place: int) -> torch.Tensor:
+    def gradients_of(self, place: int, lent: list[torch.Tensor]) -> torch.Tensor:
         """A copy of a visitor's gradient pages; zeros where it got none."""
         guests = self.guests
-        flat = torch.zeros(self.expert_numel, dtype=torch.float32, device=guests.manager.arena.device)
+        flat = self._borrow(torch.float32, lent).zero_()
         present = guests.manager.present(guests.pages, Plane.GRADIENT)
         for name, part in self._parts(place, flat):
             if present[name]:
@@ -175,28 +206,28 @@ class TravellingPages:
                     part.copy_(lease.page(*name))
         return flat
 
-    def start_gradients(self, batch: Batch) -> tuple[Transfers, dict[int, list[torch.Tensor]]]:
-        """Sends visitors' gradients home; the parts of this rank's experts, by expert, ranks ascending."""
+    def start_gradients(self, batch: Batch) -> Travelling:
+        """Sends visitors' gradients home; what arrives is the parts of this rank's experts."""
         transfers: list[Transfer] = []
         arriving: dict[int, list[torch.Tensor]] = {}
-        device = self.experts.manager.arena.device
+        lent: list[torch.Tensor] = []
         for place, move in enumerate(batch):
             if move.owner == self.channel.rank:
                 parts = arriving[move.expert] = []
                 for peer in move.computed_by:
                     if peer == move.owner:
-                        parts.append(self.gradients_of(place))
+                        parts.append(self.gradients_of(place, lent))
                     else:
-                        parts.append(torch.empty(self.expert_numel, dtype=torch.float32, device=device))
+                        parts.append(self._borrow(torch.float32, lent))
                         transfers.append(Transfer(peer, parts[-1], False))
             elif self.channel.rank in move.members:
-                transfers.append(Transfer(move.owner, self.gradients_of(place), True))
-        return self.channel.transfer(transfers), arriving
+                transfers.append(Transfer(move.owner, self.gradients_of(place, lent), True))
+        return Travelling(self.channel.transfer(transfers), arriving, lent)
 
-    def take_home(self, arrived: dict[int, list[torch.Tensor]]) -> None:
-        """Adds gradients that came home to this rank's pages, each expert's parts as one gradient."""
+    def take_home(self, gradients_home: Travelling) -> None:
+        """Adds gradients that come home to this rank's pages, each expert's parts as one gradient."""
         experts = self.experts
-        for expert, gradients in sorted(arrived.items()):
+        for expert, gradients in sorted(gradients_home.arrived().items()):
             total = gradients[0]
             for part in gradients[1:]:
                 total.add_(part)
@@ -211,6 +242,7 @@ class TravellingPages:
                     else:
                         page.add_(part)
                     lease.mark_dirty()
+        self._give_back(gradients_home)
 
     def _parts(self, expert: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         return _parts(self.experts, expert, flat)
@@ -257,8 +289,7 @@ class _Travel(torch.autograd.Function):
         coming = pages.start_weights(visit.batches[0]) if visit.batches else None
         for number, batch in enumerate(visit.batches):
             assert coming is not None
-            coming[0].wait()
-            guests = pages.welcome(batch, coming[1])
+            guests = pages.welcome(batch, coming)
             if number + 1 < len(visit.batches):
                 coming = pages.start_weights(visit.batches[number + 1])
             rows = slice(*visit.rows[number])
@@ -285,11 +316,10 @@ class _Travel(torch.autograd.Function):
         gprobs_G: torch.Tensor | None = None
         train = bool(ctx.needs_input_grad[2])  # type: ignore[attr-defined]
         coming = pages.start_weights(visit.batches[0]) if visit.batches else None
-        home: tuple[Transfers, dict[int, list[torch.Tensor]]] | None = None
+        home: Travelling | None = None
         for number, batch in enumerate(visit.batches):
             assert coming is not None
-            coming[0].wait()
-            pages.welcome(batch, coming[1])
+            pages.welcome(batch, coming)
             if number + 1 < len(visit.batches):
                 coming = pages.start_weights(visit.batches[number + 1])
             graph, rows = visit.graphs[number], slice(*visit.rows[number])
@@ -302,13 +332,11 @@ class _Travel(torch.autograd.Function):
                 gprobs_G[rows] = gprobs_n
                 visit.graphs[number] = None
             if home is not None:
-                home[0].wait()
-                pages.take_home(home[1])
+                pages.take_home(home)
             home = pages.start_gradients(batch) if train else None
             pages.farewell()
         if home is not None:
-            home[0].wait()
-            pages.take_home(home[1])
+            pages.take_home(home)
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
         anchor_gradient = gy_Gh.new_zeros(()) if needs[2] else None
         if gprobs_G is None and needs[1]:

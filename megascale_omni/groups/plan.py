@@ -81,34 +81,61 @@ class TravelCosts:
 
 
 @dataclass(frozen=True)
+class ExpertGroup:
+    """Who exchanges an expert's pages, all that follows from who has tokens for it; made once a membership.
+
+    Attributes: owner: keeps it. members: other ranks with tokens for it, ascending. computed_by: all of them, the owner
+    if it has any, ascending: it computes such an expert as members do. involved: the owner and the members.
+    """
+
+    owner: int
+    members: tuple[int, ...]
+    computed_by: tuple[int, ...]
+    involved: frozenset[int]
+
+    @classmethod
+    def of(cls, active: bytes, owner: int, ranks: int) -> ExpertGroup:
+        """From a bit for each rank with tokens for the expert."""
+        bits = np.unpackbits(np.frombuffer(active, dtype=np.uint8), count=ranks)
+        computed_by = tuple(np.nonzero(bits)[0].tolist())
+        members = tuple(rank for rank in computed_by if rank != owner)
+        return cls(owner, members, computed_by, frozenset((owner, *members)))
+
+
+@dataclass(frozen=True)
 class ExpertGroups:
-    """Who belongs together: for each expert its owner and the ranks whose tokens chose it, ascending."""
+    """Who belongs together: for each expert its owner, and its group."""
 
     owners_E: np.ndarray
-    members: tuple[tuple[int, ...], ...]
+    of_experts: tuple[ExpertGroup, ...]
 
 
 @dataclass(frozen=True)
 class PageMove:
-    """An expert whose pages go from ``owner`` to ``members`` (other ranks, ascending).
-
-    ``tokens``: of all ranks that chose it. ``at_home``: whether the owner's own did; it computes it as members do.
-    """
+    """An expert whose pages go from its group's owner to the members. ``tokens``: of all ranks that chose it."""
 
     expert: int
-    owner: int
-    members: tuple[int, ...]
+    group: ExpertGroup
     tokens: int = 0
-    at_home: bool = False
+
+    @property
+    def owner(self) -> int:
+        """The rank that keeps it."""
+        return self.group.owner
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Other ranks with tokens for it, ascending."""
+        return self.group.members
 
     @property
     def computed_by(self) -> tuple[int, ...]:
         """The ranks that have tokens for it, ascending."""
-        return tuple(sorted((*self.members, self.owner))) if self.at_home else self.members
+        return self.group.computed_by
 
     def involves(self, rank: int) -> bool:
         """Whether ``rank`` sends or receives."""
-        return rank == self.owner or rank in self.members
+        return rank in self.group.involved
 
 
 @dataclass(frozen=True)
@@ -151,22 +178,16 @@ class Plan:
         return tuple(self.moves[i : i + PAGE_BATCH] for i in range(0, len(self.moves), PAGE_BATCH))
 
 
-def ranks_of(bits: bytes, ranks: int) -> tuple[int, ...]:
-    """The ranks of a membership, a bit each, ascending."""
-    return tuple(np.nonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=ranks))[0].tolist())
-
-
 def make_groups(
-    active_PE: np.ndarray, owners_E: np.ndarray, members_of: Callable[[bytes, int], tuple[int, ...]] = ranks_of
+    active_PE: np.ndarray, owners_E: np.ndarray, group_of: Callable[[bytes, int, int], ExpertGroup] = ExpertGroup.of
 ) -> ExpertGroups:
     """The groups of all experts: ``active_PE[p, e]``, whether tokens of rank ``p`` chose expert ``e``.
 
-    ``members_of``: as :func:`ranks_of`, perhaps from a cache.
+    ``group_of``: as :meth:`ExpertGroup.of`, perhaps from a cache.
     """
-    members_PE = active_PE.copy()
-    members_PE[owners_E, np.arange(len(owners_E))] = True
-    bits_EB = np.packbits(members_PE, axis=0).T
-    return ExpertGroups(owners_E, tuple(members_of(bits.tobytes(), len(active_PE)) for bits in bits_EB))
+    ranks, bits_EB = len(active_PE), np.packbits(active_PE, axis=0).T
+    found = (group_of(bits.tobytes(), owner, ranks) for bits, owner in zip(bits_EB, owners_E.tolist(), strict=True))
+    return ExpertGroups(owners_E, tuple(found))
 
 
 def make_plan(demand: Demand, groups: ExpertGroups, costs: TravelCosts, move: Move = "auto") -> Plan:
@@ -177,11 +198,9 @@ def make_plan(demand: Demand, groups: ExpertGroups, costs: TravelCosts, move: Mo
     chosen = np.ones(len(owners_E), dtype=bool) if move == "pages" else _cheaper_as_pages(demand, owners_E, costs)
     moves = []
     for expert in np.nonzero(chosen)[0].tolist():
-        owner = int(owners_E[expert])
-        members = tuple(p for p in groups.members[expert] if p != owner)
-        if members:
-            counts_P = demand.counts_PE[:, expert]
-            moves.append(PageMove(expert, owner, members, int(counts_P.sum()), bool(counts_P[owner])))
+        group = groups.of_experts[expert]
+        if group.members:
+            moves.append(PageMove(expert, group, int(demand.counts_PE[:, expert].sum())))
     return Plan(demand, groups, tuple(moves))
 
 

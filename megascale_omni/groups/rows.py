@@ -19,22 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Segments:
-    """Sums of rows: result ``i`` is the sum of ``values[items[starts[i]:starts[i + 1]]]``, in that order.
-
-    ``of_item[j]`` is the result that value ``j`` goes to; the inverse direction, a gather, needs nothing else.
-    """
-
-    items: torch.Tensor
-    starts: torch.Tensor
-    of_item: torch.Tensor
-
-    @property
-    def num_results(self) -> int:
-        """How many sums."""
-        return self.starts.shape[0]
+from megascale_omni.experts.tokens import Segments
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ A bandwidth is what one rank may send (and receive at the same time) over links 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -29,6 +30,9 @@ _BANDWIDTHS = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*"
 
+
+_MUCH = 1.25
+"""By how much a wider level must be faster to be doubted: probes differ by less."""
 
 MAX_RANKS = 1 << 20
 """Ranks of a topology: more than any job has, few enough to make tables of."""
@@ -80,6 +84,11 @@ class Topology:
         for node in self.nodes:
             if node.ranks < 1:
                 raise ValueError(f"topology node {node.host}: ranks={node.ranks} must be 1 or more")
+            if node.units and not names[1:-1]:
+                raise ValueError(
+                    f"topology node {node.host}: in={dict(node.units)}, but between {names[0]}, which is the node, and "
+                    f"{names[-1]}, which holds everything, there is no level; add one, or leave this out"
+                )
             if set(node.units) != set(names[1:-1]):
                 raise ValueError(
                     f"topology node {node.host}: in={dict(node.units)} must say which unit of {names[1:-1]} it is in"
@@ -91,6 +100,15 @@ class Topology:
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return sum(node.ranks for node in self.nodes)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What may be meant otherwise, a sentence each: levels whose links are faster than those inside them."""
+        return [
+            f"level {outer.name} is faster than {inner.name}, which is inside it; are levels listed innermost first?"
+            for inner, outer in itertools.pairwise(self.levels)
+            if outer.bandwidth > _MUCH * inner.bandwidth
+        ]
 
     @cached_property
     def node_of_rank(self) -> np.ndarray:

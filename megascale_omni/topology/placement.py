@@ -128,16 +128,21 @@ def place(
     ``before``: a placement on some of these ranks, by the same number; what is there stays where little is gained.
 
     Raises:
-        ValueError: the number of experts is no multiple of the number of ranks.
+        ValueError: the number of experts is no multiple of the number of ranks, or not that of ``before``.
     """
     experts = len(pairs_EE)
     if experts % ranks:
         raise ValueError(f"{experts} experts cannot be divided among {ranks} ranks evenly; choose a divisor")
+    if before is not None and len(before) * len(before[0]) != experts:
+        raise ValueError(
+            f"the placement before is of {len(before) * len(before[0])} experts, {experts} are to be placed; "
+            "it was planned for another model"
+        )
     affinity_EE = pairs_EE.astype(np.float64) + pairs_EE.T
     worth_PE = np.zeros((ranks, experts)) if counts_PE is None else counts_PE.astype(np.float64)
     # Staying is worth half of what a rank's tokens choose of an expert in the mean: noise moves nothing.
     staying = max(worth_PE.mean() / 2, 1 / (1 + experts))
-    for rank, old in enumerate(before or ()):
+    for rank, old in enumerate((before or ())[:ranks]):
         worth_PE[rank, list(old)] += staying
     tree = 0 if ranks == 1 else _tree(ranks, topology, members)
     found = dict(_divide(np.arange(experts), tree, affinity_EE, worth_PE))

@@ -110,7 +110,9 @@ def _choices(args: argparse.Namespace, size: int) -> tuple[list[Choices], int]:
     """What each rank of a group chose, and of how many experts."""
     if args.routing in ("uniform", "zipf", "clusters"):
         if not 1 <= args.topk <= args.experts or args.tokens < 1:
-            raise ValueError(f"--topk={args.topk} of --experts={args.experts}, --tokens={args.tokens}: too few")
+            raise ValueError(
+                f"--topk={args.topk} must be 1 to --experts={args.experts}, --tokens={args.tokens} 1 or more"
+            )
         maps = (
             synthetic(args.routing, tokens=args.tokens, experts=args.experts, topk=args.topk, seed=args.seed + rank)
             for rank in range(size)

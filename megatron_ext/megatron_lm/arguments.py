@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from megascale_omni.config import MegaScaleConfig
 from megatron_ext import support
-from megatron_ext.arguments import add_megascale_args, config_from_args
-from megatron_ext.checkpoint_folders import check_load
+from megatron_ext.arguments import add_megascale_args, check_supported, config_from_args
+from megatron_ext.checkpoint_folders import check_formats, check_load
 from megatron_ext.megatron_lm.hooks import MisuseError, users_mistakes, wrap
 
 PREFIX = "--megascale"
+LIKENESS = 0.85
+"""Of a flag's first letters to ours, from which on it is taken for one of ours; stock's nearest, `--mscale`: 0.84."""
 
 
 def known_flags() -> tuple[str, ...]:
@@ -26,7 +29,7 @@ def known_flags() -> tuple[str, ...]:
 
 
 def check_spelling(argv: Sequence[str]) -> None:
-    """Refuses a flag that begins as ours do and is none, with the one that was probably meant.
+    """Refuses a flag that begins much as ours do and is none, with the one that was probably meant.
 
     Raises:
         MisuseError: names the flag.
@@ -34,12 +37,18 @@ def check_spelling(argv: Sequence[str]) -> None:
     known = known_flags()
     for word in argv:
         flag = word.partition("=")[0]
-        near = flag.startswith((PREFIX, "--mega-scale", "--megascal"))
-        if not near or flag in known:
+        if flag in known or not _means_us(flag):
             continue
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
         meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
         raise MisuseError(f"{flag} is no flag of MegaScale{meant}")
+
+
+def _means_us(flag: str) -> bool:
+    if flag.startswith(PREFIX):
+        return True
+    head = flag[: len(PREFIX)]
+    return flag.startswith("--") and difflib.SequenceMatcher(None, head, PREFIX).ratio() >= LIKENESS
 
 
 def wants(argv: Sequence[str]) -> bool:
@@ -73,20 +82,44 @@ def _validate(original: Callable[..., Any], args: argparse.Namespace, *rest: Any
     with users_mistakes():
         config = config_from_args(args)
         if config is not None:
+            _check_formats(args, config)
             _check_experts(args, needs_experts=not config.clip.skips_nonfinite)
-    if not torch.cuda.is_available() and getattr(args, "distributed_backend", None) == "nccl":
-        raise MisuseError("--distributed-backend nccl needs an accelerator: add --distributed-backend gloo")
+    if not torch.cuda.is_available():
+        _check_without_accelerator(args)
     result = original(args, *rest, **kwargs)
     if config is not None:
         with users_mistakes():
-            support.check_arguments(args, needs_experts=not config.clip.skips_nonfinite)
-            support.graphs_said(args, pages_leave=config.paging.device_budget is not None)
+            check_supported(args, config)
             if getattr(args, "load", None):
                 check_load(args.load, step=getattr(args, "ckpt_step", None))
     return result
+
+
+_NEEDS_STOCKS_FORMAT = {
+    "use_checkpoint_args": "give the model's flags; they are compared with the checkpoint's",
+    "skip_train": "convert it with `megascale checkpoint convert`, and load what that makes",
+}
+
+
+def _check_formats(args: argparse.Namespace, config: MegaScaleConfig) -> None:
+    asked = {f"--{n.replace('_', '-')}": do for n, do in _NEEDS_STOCKS_FORMAT.items() if getattr(args, n, False)}
+    load, save = getattr(args, "load", None), getattr(args, "save", None)
+    check_formats(load=load, save=save, paged=config.checkpoint.format == "paged", asked=asked)
+
+
+def _check_without_accelerator(args: argparse.Namespace) -> None:
+    """What would fail late, or not at all and wait, whether MegaScale is asked for or not."""
+    if getattr(args, "distributed_backend", None) == "nccl":
+        raise MisuseError("--distributed-backend nccl needs an accelerator: add --distributed-backend gloo")
+    if getattr(args, "async_save", False) and getattr(args, "use_persistent_ckpt_worker", False):
+        raise MisuseError(
+            "--use-persistent-ckpt-worker needs an accelerator: stock's worker ends without one, and training waits "
+            "for it; leave it out"
+        )
 
 
 def _check_experts(args: argparse.Namespace, *, needs_experts: bool) -> None:
     """Before stock's own checks, which speak of other things first."""
     if needs_experts and not getattr(args, "num_experts", None):
         raise ValueError("--megascale needs a mixture-of-experts model: give --num-experts, or leave --megascale out")
+    support.check_shared_out(args)

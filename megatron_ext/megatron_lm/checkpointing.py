@@ -31,8 +31,6 @@ def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # no
     running = session.current()
     if running is None or running.config.checkpoint.format != "paged":
         return original(*args, **kwargs)
-    if argument(original, "non_persistent_ckpt", args, kwargs):
-        raise MisuseError("--non-persistent-save-interval is not supported with --megascale-checkpoint-format paged")
     iteration = int(argument(original, "iteration", args, kwargs))
     operations = int(argument(original, "num_floating_point_operations_so_far", args, kwargs))
     schedule = argument(original, "opt_param_scheduler", args, kwargs)

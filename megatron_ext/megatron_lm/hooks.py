@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+OURS = ("megatron_ext", "megascale_omni")
+"""Packages whose ValueErrors are about what the user asked for."""
+
 
 class MisuseError(ValueError):
     """A mistake on the command line: told once, without a traceback, by the launcher."""
@@ -20,6 +23,30 @@ def users_mistakes() -> Iterator[None]:
         yield
     except ValueError as error:
         raise MisuseError(str(error)) from error
+
+
+@contextmanager
+def mistakes_we_find() -> Iterator[None]:
+    """A ValueError that MegaScale raises in here is the user's mistake, however deep in stock's code it is found.
+
+    Stock's `build_module` raises what it catches anew at every level, with the class that was being made behind it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        found: BaseException = error
+        while found.__context__ is not None and str(found).startswith(f"{found.__context__} when instantiating "):
+            found = found.__context__
+        if isinstance(error, MisuseError) or not _raised_by_us(found):
+            raise
+        raise MisuseError(str(found)) from error
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] in OURS
 
 
 def missing(where: str, name: str, *, found: str = "") -> RuntimeError:

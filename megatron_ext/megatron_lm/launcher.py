@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
+from typing import NoReturn
 
 from megatron_ext.megatron_lm.hooks import MisuseError
 
@@ -19,9 +21,9 @@ USAGE = "usage: torchrun --nproc_per_node N -m megatron_ext MEGATRON_LM/pretrain
 def main(argv: Sequence[str], namespace: dict[str, object]) -> int:
     """Runs ``argv[0]`` in ``namespace`` (that of ``__main__``) as Python would; returns the exit status.
 
-    A mistake on the command line is told once and ends every rank with status 2. Any other error is told by the rank
-    that it struck, and ends its process at once with status 1: a normal exit would wait for messages that other ranks
-    no longer send.
+    A mistake on the command line is told once (see :func:`_speaks`) and ends every rank with status 2. Any other error
+    is told by the rank that it struck, and ends its process at once with status 1: a normal exit would wait for
+    messages that other ranks no longer send.
     """
     try:
         script = check_script(argv)
@@ -29,17 +31,12 @@ def main(argv: Sequence[str], namespace: dict[str, object]) -> int:
         namespace.update(__file__=str(script), __cached__=None)
         exec(code, namespace)
         _check_used(argv)
-    except MisuseError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_ext: error: {error}", file=sys.stderr, flush=True)
-        _leave(MISUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit:
         raise
     except BaseException as error:
-        traceback.print_exception(_without_launcher(error))
-        _leave(FAILED)
+        _fail(error)
     return 0
 
 
@@ -109,6 +106,55 @@ def _check_used(argv: Sequence[str]) -> None:
         raise MisuseError("--megascale had no effect: the script built no model through megatron.training")
 
 
+def end_scripts_alike() -> None:
+    """Errors of a script whose first line imports the plug-in end its process as :func:`main` does.
+
+    Before the ranks have met, an error that is no mistake of the user's is left to Python: it may be any script's.
+    """
+    before = sys.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, MisuseError) or (isinstance(error, Exception) and _have_met()):
+            _fail(error)
+        before(kind, error, trace)
+
+    sys.excepthook = uncaught
+
+
+def _fail(error: BaseException) -> NoReturn:
+    output = sys.__stderr__  # torch's hook for errors of ranks keeps sys.stderr back until it is over
+    if not isinstance(error, MisuseError):
+        traceback.print_exception(_without_launcher(error), file=output)
+        _leave(FAILED)
+    rank = os.environ.get("RANK", "0")
+    if _speaks(rank):
+        where = "" if rank == "0" else f" (on rank {rank})"
+        print(f"megatron_ext: error: {error}{where}", file=output, flush=True)
+    _leave(MISUSED)
+
+
+def _speaks(rank: str) -> bool:
+    """Whether this rank tells a mistake.
+
+    Before the ranks have met, the first of every node: what the others of its node see, it sees. Afterwards, the first
+    that comes to it: a mistake may be one of the last pipeline stage only.
+    """
+    if not _have_met():
+        return os.environ.get("LOCAL_RANK", rank) == "0"
+    from torch import distributed as dist
+
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add("megascale/mistakes", 1) == 1)
+    except RuntimeError:  # the rank that kept the store is gone
+        return True
+
+
+def _have_met() -> bool:
+    from torch import distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 def _without_launcher(error: BaseException) -> BaseException:
     """The error with its traceback beginning in the script."""
     trace = error.__traceback__
@@ -117,7 +163,10 @@ def _without_launcher(error: BaseException) -> BaseException:
     return error if trace is None else error.with_traceback(trace)
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
+    for child in multiprocessing.active_children():  # stock's writers of checkpoints: a normal exit would end them
+        child.terminate()
     sys.stdout.flush()
-    sys.stderr.flush()
+    if sys.__stderr__ is not None:
+        sys.__stderr__.flush()
     os._exit(status)

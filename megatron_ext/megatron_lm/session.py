@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,7 +15,7 @@ from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.overview import managers, paged_experts
 from megatron_ext import patches
 from megatron_ext.arguments import config_from_args, enable_from_args
-from megatron_ext.megatron_lm.hooks import argument, wrap
+from megatron_ext.megatron_lm.hooks import argument, mistakes_we_find, wrap
 
 if TYPE_CHECKING:
     from megatron_ext.chained_optimizer import MegaScaleChainedOptimizer
@@ -27,8 +28,8 @@ class Session:
 
     config: MegaScaleConfig
     model: Sequence[torch.nn.Module] = ()
-    waits_for_saves: bool = True
-    """Training goes on when a save in stock's format is over."""
+    saves: Literal["waiting", "forked", "elsewhere"] = "waiting"
+    """In stock's format: while training waits, in a child of this process, or in a process that is sent everything."""
     _checkpoints: dict[str, PagedCheckpoints] = field(default_factory=dict)
 
     def checkpoints(
@@ -97,12 +98,19 @@ def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # 
     config = config_from_args(options)
     if config is None:
         return original(*args, **kwargs)
-    enable_from_args(options)
-    session = Session(config, waits_for_saves=not getattr(options, "async_save", False))
-    _sessions.append(session)
-    result = original(*args, **kwargs)
+    with mistakes_we_find():
+        enable_from_args(options)
+        session = Session(config, saves=_way_of_saving(options))
+        _sessions.append(session)
+        result = original(*args, **kwargs)
     session.model = result[0]
     return result
+
+
+def _way_of_saving(options: argparse.Namespace) -> Literal["waiting", "forked", "elsewhere"]:
+    if not getattr(options, "async_save", False):
+        return "waiting"
+    return "elsewhere" if getattr(options, "use_persistent_ckpt_worker", False) else "forked"
 
 
 def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's

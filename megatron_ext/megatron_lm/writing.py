@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from megatron_ext import patches
 from megatron_ext.megatron_lm import session
 from megatron_ext.megatron_lm.hooks import argument, missing, wrap
@@ -22,24 +24,30 @@ def hook(module: ModuleType) -> None:
     wrap(writer, "write_preloaded_data", _write, takes=("write_bucket",))
 
 
-def _waits() -> bool:
-    """Whether training waits for saves of a run with pages. Beside training a copy must be made before it goes on."""
+def _spares() -> Callable[[torch.Tensor], bool] | None:
+    """Which copies of a run with pages need not be made before it is written; None: of no run, or all must be.
+
+    A child that saves beside training shares the files of experts with it; another process is sent what it writes.
+    """
     running = session.current()
-    return running is not None and running.waits_for_saves
+    if running is None or running.saves == "elsewhere":
+        return None
+    return (lambda tensor: True) if running.saves == "waiting" else patches.active_runtime().export.holds
 
 
 def _plan(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
-    if not _waits():
+    spared = _spares()
+    if spared is None:
         return original(*args, **kwargs)
     writer, plan, planner = (argument(original, name, args, kwargs) for name in ("self", "plan", "planner"))
-    result = original(writer, plan, WithoutData(planner))
+    result = original(writer, plan, WithoutData(planner, spared))
     writer.write_buckets = with_data(writer.write_buckets, planner)
     return result
 
 
 def _write(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - stock's
     """In the process or thread that writes a file."""
-    if not _waits():
+    if _spares() is None:
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.arguments["write_bucket"] = late_bucket(bound.arguments["write_bucket"], _release)

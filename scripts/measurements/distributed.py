@@ -13,15 +13,13 @@ import numpy as np
 from megascale_omni.config import DistributedConfig
 from megascale_omni.groups.cache import GroupCache
 from megascale_omni.groups.gossip import simulate_gossip
-from megascale_omni.groups.plan import make_groups, ranks_of
+from megascale_omni.groups.plan import ExpertGroup, make_groups
 from megascale_omni.topology.levels import Topology
 from megascale_omni.topology.routing import Choices, read_record, records_of, synthetic
 from megascale_omni.topology.scaling import micro_batches_of, step_seconds
 from megascale_omni.topology.simulate import LayerShape, simulate
 from scripts.comparison.presets import preset_flags
-from scripts.exactness.layouts import LAYOUTS, MEGASCALE_FLAGS
-from scripts.exactness.runner import prove
-from scripts.exactness.verdict import Verdict
+from scripts.measurements.distributed_exactness import exactness_rows
 from scripts.measurements.rows import Context, Row
 from scripts.measuring.processes import Workers
 from scripts.measuring.progress import say
@@ -210,53 +208,6 @@ def _time_row(row_id: str, ranks: int, *, bound: float, aim: float | None) -> Ro
     )
 
 
-# --- exactness --------------------------------------------------------------------------------------------------------
-
-_MODES = {
-    "tokens": ("ep2dp2", "--megascale-move tokens"),
-    "pages": ("ep2dp2_distopt", "--megascale-move pages"),
-    "spread": ("ep2etp2", "--megascale-move tokens"),
-    "gossip": ("ep2", "--megascale-move auto --megascale-discovery gossip"),
-    "demand": ("ep2dp2_distopt", "--megascale-move auto --megascale-fetch demand"),
-    "pipeline": ("pp2ep2", "--megascale-move pages"),
-    "bf16": ("bf16_ep2dp2_distopt", "--megascale-move auto"),
-    "bf16-pages": ("bf16_ep2dp2_distopt", "--megascale-move pages"),
-}
-"""Mode: the layout that is proved with it, and the flags."""
-
-
-def _verdict(context: Context, mode: str) -> Verdict:
-    name, options = _MODES[mode]
-    layout = next(layout for layout in LAYOUTS if layout.name == name)
-    flags = (*MEGASCALE_FLAGS, "--megascale-dispatcher", "groups", *options.split())
-    return context.once(("proof", mode), lambda: prove(layout, data_path=context.data_path, megascale_flags=flags))
-
-
-def _steps(context: Context, mode: str) -> float:
-    """The worst deviation of the steps; infinite where the mutant was not caught."""
-    verdict = _verdict(context, mode)
-    return verdict.worst_share if verdict.mutant is None or verdict.mutant.caught else math.inf
-
-
-def _exactness_rows() -> list[Row]:
-    rows = []
-    for mode, (layout, flags) in _MODES.items():
-        unit = "of its bound" if "bf16" not in mode else "of twice the control's"
-
-        def steps(context: Context, mode: str = mode) -> float:
-            return _steps(context, mode)
-
-        def free(context: Context, mode: str = mode) -> float:
-            return _verdict(context, mode).free_share
-
-        told = f"{layout} with {flags}"
-        what = f"100 steps compared one by one, the worst deviation: {told}"
-        rows.append(Row(f"D8-{mode}", what, unit, "at_most", 1.0, steps))
-        what = f"free run of 100 steps, how far losses are from stock's: {told}"
-        rows.append(Row(f"D8-{mode}-free", what, unit, "at_most", 1.0, free))
-    return rows
-
-
 # --- the group cache on a trained router's trace ----------------------------------------------------------------------
 
 _CACHE_STEPS, _WARM_STEPS, _CACHE_LAYERS = 1000, 500, 2
@@ -270,8 +221,8 @@ _CACHE_FLAGS = (
 )
 
 
-def _looked_up(cache: GroupCache[tuple[int, ...]], step: int, bits: bytes, ranks: int) -> tuple[int, ...]:
-    return cache.get(bits, step=step, make=lambda: ranks_of(bits, ranks))
+def _looked_up(cache: GroupCache[ExpertGroup], step: int, active: bytes, owner: int, ranks: int) -> ExpertGroup:
+    return cache.get((active, owner), step=step, make=lambda: ExpertGroup.of(active, owner, ranks))
 
 
 def _cache_hits(context: Context) -> float:
@@ -285,7 +236,7 @@ def _cache_hits(context: Context) -> float:
             for _ in range(steps // 100):
                 workers.call("train", timeout_seconds=_TIMES_SECONDS, steps=100)
         ranks = [list(read_record(path)) for path in records_of(folder)]
-    caches: dict[int, GroupCache[tuple[int, ...]]] = {}
+    caches: dict[int, GroupCache[ExpertGroup]] = {}
     hits, looked_up = 0, 0
     for number, together in enumerate(zip(*ranks, strict=True)):
         layer = together[0].layer
@@ -367,5 +318,5 @@ ROWS: tuple[Row, ...] = (
     Row("D6", "group cache on a trained router's trace, 1000 steps: hits", "%", "at_least", 0.0, _cache_hits, aim=99.2),
     Row("D6-leaks", f"communicators and files left by {_LEAK_STEPS} steps", "of a rank", "at_most", 0, _left_behind),
     *_SIMULATED_ROWS,
-    *_exactness_rows(),
+    *exactness_rows(),
 )

@@ -90,7 +90,7 @@ def undocumented_kernels() -> list[str]:
     found = []
     for path in sorted((ROOT / "triton_kernels").glob("*.py")):
         module = import_module(f"megascale_omni.kernels.{path.stem}")
-        for name in re.findall(r"^@triton\.jit.*\ndef (\w+)\(", path.read_text(), flags=re.M):
+        for name in re.findall(r"^@triton\.jit(?:\([^)]*\))?\ndef (\w+)\(", path.read_text(), flags=re.M):
             function = getattr(module, name)
             text = getattr(function, "fn", function).__doc__ or ""
             is_kernel = f"{name}[" in path.read_text()

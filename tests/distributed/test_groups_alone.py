@@ -9,15 +9,18 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.groups.pages import TravellingPages
+from megascale_omni.groups.plan import PAGE_BATCH
 from tests.distributed.group_side import LOCAL, GroupSide, gradient_of, random_map
 from tests.distributed.two_hosts import LINK_MBIT
 from tests.unit.experts.paged import drop_gradients, gradients
@@ -150,6 +153,84 @@ def test_gradients_of_travelling_experts_are_rounded_once_and_their_tokens_count
         assert ours < 0.02
         assert by_part > 0.2, "there is something to tell them apart by"
         assert uncounted == [0] * LOCAL
+
+
+def note_batches(rank: int, world: int) -> list[list[str]]:
+    """What happens to the two batches of eight experts that all ranks choose, in a forward and in its backward."""
+    side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages"))
+    map_TE = torch.ones(3, LOCAL * world, dtype=torch.bool)
+    x_Th, probs_TE = torch.randn(3, 24).requires_grad_(), torch.rand(map_TE.shape).requires_grad_()
+    events: list[str] = []
+
+    def noting(name: str, original: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            events.append(name)
+            return original(*given)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_weights", "welcome", "start_gradients", "take_home", "farewell"):
+            patch.setattr(TravellingPages, name, noting(name, getattr(TravellingPages, name)))
+        trip = side.dispatcher.depart(x_Th, map_TE, probs_TE)
+        x_Nh, counts, probs_N = trip.arrive()
+        output = trip.back(side.local(x_Nh, counts, probs_N))
+        forward = events.copy()
+        output.sum().backward()
+    return [forward, events[len(forward) :]]
+
+
+def test_a_batch_is_on_its_way_while_the_one_before_it_is_computed(pools):
+    """Products are made between welcome and farewell."""
+    computed = ["welcome", "start_weights", "farewell", "welcome", "farewell"]
+    for forward, backward in pools[4].run(note_batches):
+        assert forward == ["start_weights", *computed]
+        assert backward == [
+            *("start_weights", "welcome", "start_weights", "start_gradients", "farewell"),
+            *("welcome", "take_home", "start_gradients", "farewell", "take_home"),
+        ]
+
+
+def repeat_pages(rank: int, world: int) -> tuple[int, int, int, int, int]:
+    """Buffers made in the first step and in three more of the same and other groups; experts' buffers kept; look-ups
+    of groups found and not found in the last step, whose groups were there before.
+    """
+    side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages"))
+    pages, kept = side.dispatcher.pages, side.dispatcher.house._buffers
+    assert pages is not None
+    made: list[int] = []
+    new = Workspace._new
+
+    def counted(workspace: Workspace, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if workspace in kept.values():
+            made.append(numel)
+        return new(workspace, numel, dtype)
+
+    everyone = torch.ones(6, LOCAL * world, dtype=torch.bool)
+    maps = [everyone, random_map(6, LOCAL * world, seed=rank), random_map(9, LOCAL * world, seed=rank + 7), everyone]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "_new", counted)
+        side.step(maps[0], seed=rank)
+        first = len(made)
+        for step, map_TE in enumerate(maps[1:]):
+            cache = side.dispatcher.cache
+            before = cache.hits, cache.misses
+            assert max(side.step(map_TE, seed=10 * step + rank).values()) < 1e-4
+    (buffers,) = kept.values()
+    return (
+        first,
+        len(made) - first,
+        buffers.nbytes // (4 * pages.expert_numel),
+        cache.hits - before[0],
+        cache.misses - before[1],
+    )
+
+
+def test_groups_that_recur_find_their_plan_and_no_buffer_is_made_for_them(pools):
+    for first, later, kept, hits, misses in pools[4].run(repeat_pages):
+        assert 0 < first == kept <= 2 * PAGE_BATCH * 5, "weights of two batches, and four ranks' gradients of each"
+        assert later == 0
+        assert (hits, misses) == (4 * LOCAL, 0)
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------

@@ -87,7 +87,16 @@ PADDED: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux
 """A padding mask is given, which the auxiliary loss reads."""
 
 
-def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
+ON_INPUT: dict[str, Any] = {
+    "moe_apply_probs_on_input": True,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+}
+
+
+def train_capacity(
+    rank: int, world: int, *, kind: dict[str, Any], moves: tuple[str, ...] = ("tokens", "pages")
+) -> list[str]:
     """Stock's own router with these options, on both sides; outputs, gradients of tokens and of the router."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -102,7 +111,7 @@ def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
     kind = {"gated": True, "bias": False, **kind}
     config = transformer_config(ep=world, dtype=torch.float32, dispatcher="alltoall", **kind)
     given = []
-    for groups in (None, "tokens", "pages"):
+    for groups in (None, *moves):
         torch.manual_seed(7)
         model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         if groups is not None:
@@ -122,7 +131,7 @@ def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
         if layer.shared_experts is not None:
             given[-1]["shared"] = layer.shared_experts.linear_fc1.weight.grad
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # what this class keeps has another shape in a trainer
-    return differences(given[0], given[1]) + differences(given[0], given[2])
+    return [what for ours in given[1:] for what in differences(given[0], ours)]
 
 
 @pytest.mark.parametrize(
@@ -148,3 +157,16 @@ def train_capacity(rank: int, world: int, *, kind: dict[str, Any]) -> list[str]:
 )
 def test_capacity_padding_and_shared_experts(pools, kind):
     assert pools[2].run(train_capacity, kind=kind) == [[]] * 2
+
+
+def refused(rank: int, world: int, *, kind: dict[str, Any]) -> str:
+    fresh_parallel_state(ep=world)
+    with pytest.raises(ValueError) as error:
+        build(megascale=True, ep=world, groups={"move": "pages"}, **kind)
+    return str(error.value)
+
+
+def test_probabilities_on_the_input_go_with_tokens_and_not_with_pages(pools):
+    assert pools[2].run(train_capacity, kind=ON_INPUT, moves=("tokens", "auto")) == [[]] * 2
+    for refusal in pools[2].run(refused, kind=ON_INPUT):
+        assert "moe_apply_probs_on_input is not supported with --megascale-move pages" in refusal

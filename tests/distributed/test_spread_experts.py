@@ -51,15 +51,15 @@ def train_both(
     return found, ours.layer.experts.shape.ffn, sent
 
 
-@pytest.mark.parametrize("groups", [None, {"move": "auto"}], ids=["stock's dispatcher", "groups"])
 @pytest.mark.parametrize(
-    ("world", "layout", "kind"),
+    ("world", "layout", "kind", "groups"),
     [
-        (4, {"tp": 1, "ep": 2, "etp": 2}, {**SPREAD, "clip_grad": 0.1}),
-        (2, {"tp": 2, "ep": 1, "etp": 2}, {**SEQUENCE, "gated": False}),
-        (4, {"tp": 2, "ep": 1, "etp": 2}, {**SEQUENCE, "distributed": True, "bf16": True}),
+        (4, {"tp": 1, "ep": 2, "etp": 2}, {**SPREAD, "clip_grad": 0.1}, None),
+        (4, {"tp": 1, "ep": 2, "etp": 2}, {**SPREAD, "clip_grad": 0.1}, {"move": "auto"}),
+        (2, {"tp": 2, "ep": 1, "etp": 2}, {**SEQUENCE, "gated": False}, {"move": "tokens"}),
+        (4, {"tp": 2, "ep": 1, "etp": 2}, {**SEQUENCE, "distributed": True, "bf16": True}, {"move": "tokens"}),
     ],
-    ids=["ep2etp2", "tp2-ungated", "tp2dp2-bf16-distributed"],
+    ids=["ep2etp2-stock's-dispatcher", "ep2etp2", "tp2-ungated", "tp2dp2-bf16-distributed"],
 )
 def test_a_step_gives_what_stock_gives(pools, world, layout, kind, groups):
     for found, neurons, sent in pools[world].run(train_both, layout=layout, groups=groups, kind=kind):

@@ -6,6 +6,7 @@ import torch
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.products import BlasProducts
+from megascale_omni.experts.tokens import ComingCounts, rows_of_map
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.kernels.interpreter import is_interpreted
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdamW, fuses_multiply_add
@@ -89,3 +90,63 @@ def test_host_memory_has_the_bits_of_the_device():
     CudaAdamW(kernels=True).step(**device, g=g.to(CUDA), record=record)
     for name, tensor in host.items():
         assert torch.equal(device[name].cpu(), tensor), name
+
+
+ROUTES = [[0, 1], [1, 3], [0, 3], [2], []] * 40
+"""Experts of each token."""
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A routing map ``[experts, tokens]``, tokens and the gradient that comes back."""
+    map_ET = torch.zeros(4, len(ROUTES), dtype=torch.bool)
+    for token, experts in enumerate(ROUTES):
+        map_ET[experts, token] = True
+    torch.manual_seed(3)
+    tokens, grad = (torch.randn(len(ROUTES), 256, device=CUDA).bfloat16() for _ in range(2))
+    return map_ET.to(CUDA), tokens, grad
+
+
+def test_tokens_read_by_index_give_the_bits_of_their_rows_every_time():
+    from megascale_omni.kernels.permute_rows import sum_by_token
+
+    map_ET, tokens, grad = routed()
+    counts = map_ET.sum(1).tolist()
+    _, index = rows_of_map(map_ET, sum(counts))
+    found = []
+    for by_index in (False, True, True):
+        experts = experts_of(True, torch.bfloat16, 64)
+        x, probs = tokens.clone().requires_grad_(), torch.linspace(0, 1, sum(counts), device=CUDA).requires_grad_()
+        if by_index:
+            y = experts(x, counts, probs, index)
+            y.backward(grad)
+            gx = x.grad
+        else:
+            rows = x.detach().index_select(0, index).requires_grad_()
+            made = experts(rows, counts, probs)
+            made.backward(grad.index_select(0, index))
+            assert rows.grad is not None
+            y, gx = (sum_by_token(t.detach(), index, len(ROUTES)) for t in (made, rows.grad))
+        assert gx is not None
+        assert probs.grad is not None
+        found.append({"y": y.detach(), "x": gx, "probs": probs.grad, **experts.dense(Plane.GRADIENT)})
+    for other in found[1:]:
+        assert [name for name, tensor in found[0].items() if not tensor.equal(other[name])] == []
+
+
+def test_a_layer_whose_pages_are_there_waits_for_its_counts_alone():
+    map_ET, tokens, grad = routed()
+    experts = experts_of(True, torch.bfloat16, 64)
+
+    def there_and_back() -> None:
+        counts = ComingCounts(map_ET.sum(1)).wait()
+        expert, index = rows_of_map(map_ET, sum(counts))
+        x = tokens.clone().requires_grad_()
+        probs = (expert + 1.0).div(4).requires_grad_()
+        experts(x, counts, probs, index).backward(grad)
+
+    there_and_back()  # makes gradient pages, and compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there_and_back()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -149,6 +149,20 @@ def saved_elastic(
         return state, after, clipping
 
 
+def handed_on_by_a_run_that_freezes(rank: int, world: int, *, case: Case, folder: str, target: str, name: str) -> None:
+    """Loads, and saves again, where parameters whose names have ``name`` in them are not stepped."""
+    with fresh_deepspeed():
+        import deepspeed_ext  # noqa: F401
+
+        model = build(configuration(case.family, case.size), seed=8)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in path)
+        side = Side(case, model, megascale=True)
+        deepspeed_ext_of().load_elastic(side.engine, folder)
+        deepspeed_ext_of().save_elastic(side.engine, target)
+        side.engine.destroy()
+
+
 def clipping_of(side: Side) -> object:
     """The state of clipping by module, as text: not every number in it is equal to itself."""
     clipping = side.engine.experts_step.clipping

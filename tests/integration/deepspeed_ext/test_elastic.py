@@ -11,6 +11,7 @@ from scripts.deepspeed_runs.models import Size
 from scripts.deepspeed_runs.proof import Case
 from tests.distributed.pool import Pools, RanksRaised
 from tests.integration.deepspeed_ext import ranks
+from tests.integration.megatron_ext.stored import contents, different
 
 FEW_TOKENS = Case(family="olmoe", sequences=1, length=4, size=Size(experts=8, top_k=1, layers=1))
 
@@ -43,6 +44,17 @@ def test_the_same_layout_goes_on_to_the_bit(pools: Pools, tmp_path: Path) -> Non
     saved = pools[2].run(ranks.saved_elastic, case=case, folder=str(tmp_path))
     loaded = pools[2].run(ranks.loaded_elastic, case=case, folder=str(tmp_path))
     assert [losses for _, losses, _ in loaded] == [losses for _, losses, _ in saved]
+
+
+def test_a_run_that_freezes_hands_the_state_on(pools: Pools, tmp_path: Path) -> None:
+    case, one, other = replace(FEW_TOKENS, stage=2, bf16=True), str(tmp_path / "one"), str(tmp_path / "other")
+    pools[2].run(ranks.saved_elastic, case=case, folder=one)
+    pools[2].run(
+        ranks.handed_on_by_a_run_that_freezes, case=replace(case, stage=3), folder=one, target=other, name="q_proj"
+    )
+    held = contents(one)
+    assert any(name.startswith("optimizer.exp_avg_sq.") and "q_proj" in name for name in held)
+    assert different(held, contents(other)) == []
 
 
 def test_a_checkpoint_of_another_framework_is_refused_by_every_rank(pools: Pools, tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from megascale_omni.checkpoint.boxes import Box
 from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveRequest
 from megascale_omni.checkpoint.manifest import verify
 from megascale_omni.checkpoint.store import list_checkpoints
@@ -15,10 +20,12 @@ from tests.integration.megatron_ext.runs import (
     EXPERT_PARALLEL,
     GATED,
     NO_DROPOUT,
+    changed_experts,
     losses,
     trainer,
     write_corpus,
 )
+from tests.integration.megatron_ext.snapshots import tensors_of
 from tests.integration.megatron_ext.stored import contents, different
 
 PAGED = "--megascale-checkpoint-format paged"
@@ -50,6 +57,23 @@ def load_and_save(
         run.save()
         run.finish_saves()
         return losses(run, more), position
+
+
+@contextmanager
+def changed_parameters(trained: Callable[[str], bool]) -> Iterator[None]:
+    """Trainers built meanwhile freeze dense parameters whose names are not ``trained``."""
+    from scripts.moe_trainer import model
+
+    build = model._build_chunk
+
+    def build_and_freeze(*arguments: Any) -> Any:
+        chunk = build(*arguments)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and trained(name))
+        return chunk
+
+    with mock.patch.object(model, "_build_chunk", build_and_freeze):
+        yield
 
 
 def go_on_and_save(rank: int, world: int, *, corpus: str, options: str, folder: str) -> None:
@@ -136,6 +160,100 @@ def test_increments_go_on_where_a_run_is_resumed(pools, corpus, tmp_path):
     kinds = [(f.manifest.step, f.manifest.values["saves_since_full"], bool(f.manifest.needs)) for f in found]
     assert kinds == [(6, 0, False), (5, 1, True), (4, 0, False)]
     assert [verify(f.folder) for f in found] == [[]] * 3
+
+
+def freeze_the_first(experts: torch.nn.Module, index: int) -> None:
+    experts.requires_grad_(index != 0)
+
+
+def goes_on_with_a_part_frozen(rank: int, world: int, *, corpus: str, options: str, source: str, target: str) -> None:
+    """The first layer, its experts, and the router of the second are not stepped."""
+    with (
+        changed_experts(freeze_the_first),
+        changed_parameters(lambda name: "layers.0." not in name and "layers.1.mlp.router" not in name),
+        trainer(corpus, options, f"--load {source} --save {target}", megascale=True) as run,
+    ):
+        losses(run, 2)
+        run.save()
+
+
+def by_layer(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is stored, with the tensors in which stock stacks layers cut into those."""
+    found = {}
+    for name, tensor in held.items():
+        kind, stacked, rest = name.partition(".decoder.layers.")
+        for layer, part in enumerate(tensor) if stacked else ():
+            found[f"{kind}.decoder.layers.{layer}.{rest}"] = part
+        if not stacked:
+            found[name] = tensor
+    return found
+
+
+def test_what_is_frozen_for_a_while_keeps_its_state(pools, corpus, tmp_path):
+    """Dense parameters under flat shards, and experts: moments and masters wait in the checkpoints between."""
+    first, frozen, last = (str(tmp_path / name) for name in ("first", "frozen", "last"))
+    options = f"--bf16 {DISTRIBUTED_OPTIMIZER} {SPARSE} {PAGED}"
+    pools[2].run(run_and_save, corpus=corpus, options=options, folder=first)
+    pools[2].run(goes_on_with_a_part_frozen, corpus=corpus, options=options, source=first, target=frozen)
+    pools[2].run(load_and_save, corpus=corpus, options=options, source=frozen, target=last, more=1)
+    before, between, after = (by_layer(contents(folder)) for folder in (first, frozen, last))
+    still = {name for name in before if "layers.0." in name or ".mlp.router" in name}
+    still = {name for name in still if "last_step" not in name}
+    assert {name.split(".")[1] for name in still if name.startswith("optimizer.")} == {
+        "param", "exp_avg", "exp_avg_sq", "step",
+    }  # fmt: skip
+    assert any(name.endswith("moment2") for name in still)
+    assert before.keys() == between.keys() == after.keys()
+    changed = set(different(before, between))
+    assert not changed & still, "what was frozen has changed"
+    assert any(name.startswith("optimizer.exp_avg.") for name in changed), "what was not frozen has not"
+    assert different(between, after) == []
+
+
+def begins_with_a_part_frozen(rank: int, world: int, *, corpus: str, options: str, folder: str) -> None:
+    with (
+        changed_parameters(lambda name: "layers.0." not in name),
+        trainer(corpus, options, f"--save {folder}", megascale=True) as run,
+    ):
+        losses(run, 2)
+        run.save()
+
+
+@pytest.mark.parametrize("optimizer", ["", DISTRIBUTED_OPTIMIZER], ids=["whole", "sharded"])
+def test_what_was_frozen_from_the_beginning_begins_with_nothing(pools, corpus, tmp_path, optimizer):
+    options, one, other = f"--bf16 {optimizer} {PAGED}", str(tmp_path / "one"), str(tmp_path / "other")
+    pools[1].run(begins_with_a_part_frozen, corpus=corpus, options=options, folder=one)
+    pools[1].run(load_and_save, corpus=corpus, options=options, source=one, target=other, more=1)
+    opened = Checkpointer(other).open()
+    assert opened is not None
+    names = [n for n in opened.dense.tensors if n.startswith("optimizer.param.decoder.layers.") and "norm" not in n]
+    assert len(names) > 3
+    for name in names:
+        shape = opened.dense.tensors[name][0].global_shape
+        first, second = (Box((layer, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for layer in (0, 1))
+        moment = name.replace("param", "exp_avg", 1)
+        assert opened.dense.holds(moment, second)
+        assert not opened.dense.holds(moment, first, all_of_it=False), "as if it had never been stepped"
+        weight = opened.dense.read(name.replace("optimizer.param", "model"), first)
+        assert torch.equal(opened.dense.read(name, first), weight.float())
+        with pytest.raises(ValueError, match=r"does not have all of optimizer\.exp_avg"):
+            opened.dense.read(moment)
+
+
+def masters_and_weights(rank: int, world: int, *, corpus: str, options: str, folder: str) -> list[str]:
+    """Masters that are not their weights after a load without the optimizer, and whether moments are there."""
+    with trainer(corpus, options, f"--load {folder} --no-load-optim --no-load-rng", megascale=True) as run:
+        found = tensors_of(run)
+        masters = {name.removeprefix("master "): t for name, t in found.items() if name.startswith("master ")}
+        assert len(masters) > 10
+        return [name for name, master in masters.items() if not torch.equal(master, found[f"weight {name}"].float())]
+
+
+def test_weights_alone_make_the_masters(pools, corpus, tmp_path):
+    options = f"{GATED} {EXPERT_PARALLEL} --bf16 {SPARSE} {PAGED}"
+    pools[2].run(run_and_save, corpus=corpus, options=options, folder=str(tmp_path))
+    found = pools[2].run(masters_and_weights, corpus=corpus, options=options, folder=str(tmp_path))
+    assert found == [[], []]
 
 
 def test_a_checkpoint_of_another_framework_is_refused(pools, corpus, tmp_path):

@@ -8,8 +8,10 @@ import pytest
 
 from scripts.megatron_lm_runs.stored import different
 from tests.integration.megatron_ext.runs import GATED, NO_DROPOUT, largest_relative_difference, write_corpus
+from tests.integration.megatron_ext.stored import contents
+from tests.integration.megatron_ext.stored import different as paged_different
 from tests.integration.megatron_ext.test_other_expert_parallel_sizes import passed_on, saved_after_steps
-from tests.integration.megatron_ext.test_paged_checkpoints import PAGED, SPARSE, moved
+from tests.integration.megatron_ext.test_paged_checkpoints import PAGED, SPARSE, load_and_save, run_and_save
 
 SPREAD = (
     "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --moe-token-dispatcher-type allgather "
@@ -26,9 +28,16 @@ def corpus(tmp_path_factory) -> str:
 
 
 def test_pages_come_together_and_are_spread_again(pools, corpus, tmp_path):
-    spread, common = (4, f"{SPREAD} {GROUPS}"), f"{GATED} {SPARSE} {PAGED} --megascale-page-size 64KiB"
-    moved(pools, corpus, tmp_path, spread, (1, WHOLE), common)
-    moved(pools, corpus, tmp_path / "back", (1, WHOLE), spread, common)
+    common = f"{GATED} {SPARSE} {PAGED} --megascale-page-size 64KiB"
+    spread, whole = f"{SPREAD} {GROUPS} {common}", f"{WHOLE} {common}"
+    one, two, three = (str(tmp_path / name) for name in ("spread", "whole", "again"))
+    pools[4].run(run_and_save, corpus=corpus, options=spread, folder=one)
+    pools[1].run(load_and_save, corpus=corpus, options=whole, source=one, target=two)
+    pools[4].run(load_and_save, corpus=corpus, options=spread, source=two, target=three)
+    held = contents(one)
+    assert any(name.endswith("moment2") for name in held)
+    assert paged_different(held, contents(two)) == []
+    assert paged_different(held, contents(three)) == []
 
 
 def test_stock_saves_we_go_on_and_stock_goes_on(pools, corpus, tmp_path):

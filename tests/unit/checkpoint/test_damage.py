@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megascale_omni.checkpoint import opening
 from megascale_omni.checkpoint.checkpointer import Checkpointer, SaveRequest
 from megascale_omni.checkpoint.manifest import MANIFEST, CheckpointError, verify
 from tests.unit.checkpoint.runs import Layout, Run, touched
@@ -107,6 +108,17 @@ def test_an_older_one_is_taken_and_the_log_says_why(store, tmp_path, caplog):
         Checkpointer(root).open()
     assert "none that can be loaded: t1, t2" in str(error.value)
     assert str(error.value).count("manifest.json") == 1, "t2 needs t1: once is enough"
+
+
+def test_a_load_gives_up_after_many_and_says_what_it_did_not_try(store, tmp_path, monkeypatch):
+    root = tmp_path / "s"
+    shutil.copytree(store, root)
+    flip(root / "t2" / "mpu_001_dense_state" / "00000.safetensors", random.Random(1))
+    monkeypatch.setattr(opening, "MOST_PASSED_OVER", 1)
+    with pytest.raises(CheckpointError, match="none that can be loaded: t2; older ones were not tried: t1; ask for"):
+        Checkpointer(root).open()
+    opened = Checkpointer(root).open("t1")
+    assert opened is not None
 
 
 def _problems(folder: Path) -> list[str]:

@@ -198,7 +198,6 @@ def test_what_cannot_be_renamed_is_named(tmp_path, capsys):
     assert "--names is for a checkpoint that is paged" in refusal(
         capsys, tmp_path / "m", tmp_path / "x", "--to", "hf", "--names", "hf"
     )
-    assert "is paged already; with --names" in refusal(capsys, tmp_path / "m", tmp_path / "x", "--to", "paged")
     assert "has no optimizer state" in refusal(capsys, tmp_path / "w", tmp_path / "x", "--to", "deepspeed")
     convert(tmp_path / "m", tmp_path / "h", *to_hf)
     assert "has Hugging Face's names already" in refusal(capsys, tmp_path / "h", tmp_path / "x", *to_hf)

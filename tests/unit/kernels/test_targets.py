@@ -13,9 +13,9 @@ WHOLE = bool(os.environ.get("MEGASCALE_KERNELS_WHOLE"))
 # In the suite one kernel of each kind for each target; all of them with MEGASCALE_KERNELS_WHOLE, and in measure.py.
 SAMPLED = {
     "cuda:80": ("paged_slice_sum", "paged_adam"),
-    "cuda:90": ("paged_fc1 bf16", "paged_weight_gradient bf16"),
-    "cuda:100": ("paged_activation_backward bf16",),
-    "hip:gfx942": ("paged_weight_gradient", "gradient_statistics"),
+    "cuda:90": ("paged_fc1 bf16 silu", "paged_weight_gradient bf16 fc1"),
+    "cuda:100": ("paged_activation_backward bf16 silu",),
+    "hip:gfx942": ("paged_weight_gradient bf16 fc1", "gradient_statistics", "sum_rows"),
 }
 
 
@@ -53,7 +53,20 @@ def test_what_does_not_fit_is_said(tmp_path):
         "wide = replace(spec, arguments=spec.arguments | {'BM': 128, 'BN': 256}, options={'num_warps': 4})\n"
         "print(json.dumps(compile_spec(wide).problems))\n"
         "adam = next(s for s in specs('cuda:80') if s.tag == 'paged_adam l2')\n"
-        "print(json.dumps(compile_spec(replace(adam, products=True)).problems))\n"
+        "print(json.dumps(compile_spec(replace(adam, products=True, wide=False)).problems))\n"
+        "import triton\n"
+        "from scripts.kernel_targets.compiled import _source, _target\n"
+        "for name in ('page_copy', 'page_checksum'):\n"
+        "    spec = next(s for s in specs('cuda:80') if s.tag == name)\n"
+        "    target = _target(spec.target)\n"
+        "    built = [triton.compile(_source(spec), target=target, options={'debug': d}) for d in (False, True)]\n"
+        "    print(json.dumps(['assertfail' in kernel.asm['ptx'] for kernel in built]))\n"
+        "narrow = replace(spec, arguments=spec.arguments | {'ALIGNED': False})\n"
+        "print(json.dumps(compile_spec(narrow).problems))\n"
+        "load = '  %b = tt.load %c : tensor<64x32x!tt.ptr<bf16>>'\n"
+        "waits = '\\n'.join(['scf.for %k = %a {', load, '}', load])\n"
+        "from scripts.kernel_targets.compiled import operands_waited_for\n"
+        "print(operands_waited_for(waits))\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
@@ -61,6 +74,9 @@ def test_what_does_not_fit_is_said(tmp_path):
         [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    wide, plain = (json.loads(line) for line in done.stdout.splitlines())
+    wide, plain, *asserts, narrow, waits = (json.loads(line) for line in done.stdout.splitlines())
     assert any("registers are spilled" in problem for problem in wide)
     assert plain == ["products without matrix instructions"]
+    assert asserts == [[False, True]] * 2, "debug builds trap, others do not"
+    assert narrow == ["no access of whole words"]
+    assert waits == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint_folders import TRACKER, check_load
+from megatron_ext.checkpoint_folders import TRACKER, check_formats, check_load
 
 
 def stock(path: Path, *files: str) -> Path:
@@ -73,3 +73,29 @@ def test_checkpoints_that_no_tracker_names(tmp_path: Path) -> None:
 )
 def test_folders_to_begin_or_go_on_with(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     check_load(make(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("loads", "saves", "is_paged", "said"),
+    [
+        ("paged", None, True, "--skip-train is not supported with a checkpoint of the paged format .*; convert it"),
+        ("stock", "paged", False, "holds checkpoints of the paged format, which would be loaded again"),
+        ("stock", "file", False, "file is no folder"),
+        ("stock", "paged", True, None),
+        ("stock", "stock", False, None),
+        ("nothing", "nothing", True, None),
+        (None, None, False, None),
+    ],
+)
+def test_formats_that_do_not_go_together(
+    tmp_path: Path, loads: str | None, saves: str | None, is_paged: bool, said: str | None
+) -> None:
+    stock(tmp_path / "stock" / "iter_0000040")
+    paged(tmp_path / "paged" / "iter_0000040")
+    (tmp_path / "file").touch()
+    load, save = (None if name is None else str(tmp_path / name) for name in (loads, saves))
+    if said is None:
+        check_formats(load=load, save=save, paged=is_paged, asked={"--skip-train": "convert it"})
+        return
+    with pytest.raises(ValueError, match=said):
+        check_formats(load=load, save=save, paged=is_paged, asked={"--skip-train": "convert it"})

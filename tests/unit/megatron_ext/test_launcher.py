@@ -12,13 +12,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
+from megascale_omni.config import MegaScaleConfig
 from megatron_ext.megatron_lm.arguments import check_spelling, known_flags
-from megatron_ext.megatron_lm.hooks import MisuseError
+from megatron_ext.megatron_lm.hooks import MisuseError, mistakes_we_find
 from megatron_ext.megatron_lm.install import HOOKS
-from megatron_ext.megatron_lm.launcher import check_script
+from megatron_ext.megatron_lm.launcher import _speaks, check_script
 from tests.unit.megatron_ext.toy_checkout import FILES, toy_module, write_checkout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,9 +28,11 @@ MOE = ("--num-experts", "4")
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
-def launch(*words: object, rank: int = 0, module: bool = True) -> tuple[int, str]:
+def launch(*words: object, rank: int = 0, local_rank: int | None = None, module: bool = True) -> tuple[int, str]:
     """Runs it, or a script alone; the status, and what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "PYTHONWARNINGS": "ignore"}
+    if local_rank is not None:
+        environment["LOCAL_RANK"] = str(local_rank)
     command = [sys.executable, *(["-m", "megatron_ext"] if module else []), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -55,12 +59,50 @@ def test_the_first_line_of_a_script_is_as_good_and_the_model_is_built_with_megas
     assert "at the end False" in output, "what was changed is undone when training is over"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_mistake_is_told_once_and_ends_every_rank(tmp_path: Path, rank: int) -> None:
-    status, output = launch(write_checkout(tmp_path), "--megascale", rank=rank)
+@pytest.mark.parametrize(("rank", "module"), [(0, True), (1, True), (0, False)])
+def test_a_mistake_is_told_once_and_ends_every_rank(tmp_path: Path, rank: int, module: bool) -> None:
+    script = write_checkout(tmp_path)
+    if not module:
+        script.write_text("import megatron_ext\n" + script.read_text())
+    status, output = launch(script, "--megascale", rank=rank, module=module)
     assert status == 2, output
     said = "megatron_ext: error: --megascale needs a mixture-of-experts model: give --num-experts, or leave"
     assert output.startswith(said) if rank == 0 else output == "", "the other ranks leave the word to the first"
+
+
+def test_a_mistake_that_the_first_of_another_node_sees_is_told_there(tmp_path: Path) -> None:
+    status, output = launch(write_checkout(tmp_path), *MOE, "--megascale-config", "x", rank=4, local_rank=0)
+    assert status == 2, output
+    assert output.startswith("megatron_ext: error: --megascale-config=x has no effect")
+    assert output.rstrip().endswith("(on rank 4)")
+
+
+def test_once_ranks_have_met_the_first_that_comes_to_a_mistake_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not _speaks("1")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert [_speaks("1"), _speaks("0"), _speaks("1")] == [True, False, False]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_we_refuse_while_stock_builds_the_model_is_a_mistake_and_what_stock_refuses_is_not() -> None:
+    def built(make: Callable[[], object], *levels: str) -> None:
+        try:
+            built(make, *levels[1:]) if levels else make()
+        except ValueError as error:
+            where = f" when instantiating {levels[0]}" if levels else ""
+            raise ValueError(f"{error}{where}").with_traceback(error.__traceback__)  # noqa: B904 - as stock's builder
+
+    with (
+        pytest.raises(MisuseError, match=r"^configuration file /no/such/file.json cannot be read(?!.*when)"),
+        mistakes_we_find(),
+    ):
+        built(lambda: MegaScaleConfig.from_file("/no/such/file.json"), "Experts", "Layer")
+    with pytest.raises(ValueError, match="invalid literal") as stocks, mistakes_we_find():
+        built(lambda: int("stock"), "Experts", "Layer")
+    assert not isinstance(stocks.value, MisuseError)
 
 
 def test_any_other_error_has_a_traceback_that_begins_in_the_script(tmp_path: Path) -> None:
@@ -69,6 +111,20 @@ def test_any_other_error_has_a_traceback_that_begins_in_the_script(tmp_path: Pat
     assert status == 1
     assert "KeyError: 'of the script'" in output
     assert "launcher.py" not in output
+
+
+def test_an_error_after_ranks_have_met_neither_waits_for_them_nor_leaves_a_process_behind(tmp_path: Path) -> None:
+    lines = (
+        "import megatron_ext, atexit, megatron.training, multiprocessing, torch.distributed as dist",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "atexit.register(print, 'a normal exit')",
+        # As stock's writer of checkpoints has one. While it lives it keeps this output open, and launch() waiting.
+        "manager = multiprocessing.get_context('fork').Manager()",
+        "raise KeyError('of the script')",
+    )
+    status, output = launch(write_checkout(tmp_path, pretrain_toy="\n".join(lines)), module=False)
+    assert status == 1
+    assert output.endswith("KeyError: 'of the script'\n"), output
 
 
 def test_a_script_that_builds_no_model_is_not_called_a_success(tmp_path: Path) -> None:
@@ -211,14 +267,23 @@ def test_a_writer_without_what_is_hooked_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_nccl_without_an_accelerator(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--distributed-backend", "nccl"), "add --distributed-backend gloo"),
+        (("--async-save", "--use-persistent-ckpt-worker"), "worker needs an accelerator: .* leave it out"),
+    ],
+    ids=["nccl", "worker"],
+)
+def test_what_needs_an_accelerator(
+    arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: bool, flags: tuple[str, ...], said: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    flags = (*MOE, "--distributed-backend", "nccl")
     if cuda:
-        validated(arguments, monkeypatch, *flags)
+        validated(arguments, monkeypatch, *MOE, *flags)
         return
-    with pytest.raises(MisuseError, match="add --distributed-backend gloo"):
-        validated(arguments, monkeypatch, *flags)
+    with pytest.raises(MisuseError, match=said):
+        validated(arguments, monkeypatch, *MOE, *flags)
 
 
 @pytest.mark.parametrize("megascale", [False, True])
@@ -268,7 +333,7 @@ def test_scripts_that_are_some(tmp_path: Path, text: str) -> None:
 def test_all_flags_are_known() -> None:
     assert "--megascale" in known_flags()
     check_spelling([f"{flag}=x" for flag in known_flags()])
-    check_spelling(["--num-experts", "4", "megascale", "--mega", "--save", "--megascale"])
+    check_spelling(["--num-experts", "4", "megascale", "--mega", "--mscale", "--scale", "--save", "--megascale"])
 
 
 @pytest.mark.parametrize(
@@ -278,6 +343,8 @@ def test_all_flags_are_known() -> None:
         ("--megascale-device-buget=50%", "--megascale-device-budget"),
         ("--megascale_page_size", "--megascale-page-size"),
         ("--mega-scale", "--megascale"),
+        ("--meagscale", "--megascale"),
+        ("--megscale-dispatcher", "--megascale-dispatcher"),
     ],
 )
 def test_what_was_meant(flag: str, meant: str) -> None:

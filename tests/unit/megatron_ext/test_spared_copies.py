@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megascale_omni.checkpoint.scratch import DenseScratch
 from megatron_ext import spared_copies
 from megatron_ext.spared_copies import OneByOne, WithoutData, join_in_place, with_data
 
@@ -51,10 +54,33 @@ def test_a_plan_has_no_data_and_gets_it_back_as_views() -> None:
     half = WithoutData(planner).resolve_data("half")
     assert isinstance(half, torch.Tensor)
     assert half.is_meta
-    planned = [("file", "key", ([("object", b"")], [("half", torch.empty(0)), ("whole", torch.empty(0))]))]
+    of_device, none = torch.ones(1), torch.empty(0, device="meta")
+    planned = [("file", "key", ([("object", b"")], [("half", none), ("whole", none), ("other", of_device)]))]
     ((_, _, (objects, tensors)),) = with_data(planned, planner)
     assert objects == [("object", b"")]
-    assert [tensor.data_ptr() for _, tensor in tensors] == [whole.data_ptr()] * 2
+    assert [tensor.data_ptr() for _, tensor in tensors] == [whole.data_ptr()] * 2 + [of_device.data_ptr()]
+
+
+def test_beside_training_only_what_was_made_for_the_save_is_without_data(tmp_path: Path) -> None:
+    trained, scratch = torch.ones(6), DenseScratch(tmp_path)
+    made = scratch({"a": (4, 2), "b": (6,)}, torch.float32)
+    scratch.settle()
+    planner = SimpleNamespace(resolve_data={"trained": trained[:3], "a": made["a"][2:], "b": made["b"]}.__getitem__)
+    planned = {name: WithoutData(planner, scratch.holds).resolve_data(name) for name in ("trained", "a", "b")}
+    assert {name: isinstance(t, torch.Tensor) and t.is_meta for name, t in planned.items()} == {
+        "trained": False,
+        "a": True,
+        "b": True,
+    }
+    ((_, _, (_, tensors)),) = with_data([("file", "key", ([], list(planned.items())))], planner)
+    assert [found.data_ptr() for _, found in tensors] == [
+        trained.data_ptr(),
+        made["a"][2:].data_ptr(),
+        made["b"].data_ptr(),
+    ]
+    del planner, tensors, planned, made
+    gc.collect()
+    assert not scratch._places, "nothing of it is kept"
 
 
 def test_parts_are_copied_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,7 @@ OF_MEGATRON_LM = {
     "gtp_weight_remat_size",
     "expert_gtp_weight_remat_size",
     "ckpt_convert_format",
+    "inprocess_restart",
 }
 """Flags of Megatron-LM that no configuration object of megatron-core has."""
 OF_MAIN = {"overlap_dispatch_backward_with_experts_wgrad", "mtp_detach_heads"}
@@ -196,3 +198,12 @@ class TestOtherRefusals:
         with pytest.raises(ValueError, match=r"--ckpt-format torch is not supported .* use --ckpt-format torch_dist"):
             support.check_arguments(arguments(**{where: "folder", "ckpt_format": "torch"}))
         support.check_arguments(arguments(**{where: "folder", "ckpt_format": "torch_dist"}))
+
+    def test_layouts_of_stock_do_not_matter_to_the_paged_format_however_it_is_asked_for(self, tmp_path: Path) -> None:
+        file = tmp_path / "options.json"
+        file.write_text('{"checkpoint": {"format": "paged"}}')
+        own = {"save": "folder", "use_distributed_optimizer": True, "megascale_config": str(file)}
+        assert megatron_ext.enable_from_args(arguments(**own)) is not None
+        megatron_ext.disable()
+        with pytest.raises(ValueError, match=r"--non-persistent-save-interval is not supported with .* paged"):
+            megatron_ext.enable_from_args(arguments(**own, non_persistent_save_interval=2))

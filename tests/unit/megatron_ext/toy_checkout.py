@@ -30,6 +30,8 @@ FILES = {
             parser.add_argument("--load")
             parser.add_argument("--yaml-cfg")
             parser.add_argument("--ckpt-format")
+            parser.add_argument("--async-save", action="store_true")
+            parser.add_argument("--use-persistent-ckpt-worker", action="store_true")
             return parser
 
         def parse_args():

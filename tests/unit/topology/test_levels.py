@@ -107,3 +107,12 @@ def test_two_levels_are_enough_and_one_is_not():
     Topology((Level("node", 1e9), Level("net", 1e8)), (Node("a", 2), Node("b", 2)))
     with pytest.raises(ValueError, match="two or more names"):
         Topology((Level("node", 1e9),), (Node("a", 2),))
+    with pytest.raises(ValueError, match="between node, which is the node, and net, which holds everything"):
+        Topology((Level("node", 1e9), Level("net", 1e8)), (Node("a", 2, {"rack": "x"}),))
+
+
+def test_levels_in_the_wrong_order_are_doubted():
+    nodes = (Node("a", 2), Node("b", 2))
+    assert Topology((Level("node", 1e9), Level("net", 1.1e9)), nodes).doubts == []
+    (doubt,) = Topology((Level("net", 1e8), Level("node", 1e9)), nodes).doubts
+    assert doubt == "level node is faster than net, which is inside it; are levels listed innermost first?"

@@ -88,6 +88,11 @@ def test_what_is_there_stays_and_a_new_node_takes_its_share():
     for move in moves:
         assert move.expert in before[move.source]
         assert move.expert in after[move.target]
+    fewer = place(pairs, ranks=2, before=before)
+    for rank in range(2):
+        assert set(before[rank]) <= set(fewer[rank]), "who is still there keeps what it has"
+    with pytest.raises(ValueError, match="the placement before is of 8 experts, 16 are to be placed"):
+        place(pairs, ranks=4, before=in_order(8, 4))
 
 
 def test_files_and_what_is_refused(tmp_path):

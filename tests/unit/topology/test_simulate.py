@@ -193,7 +193,7 @@ def test_recompiling_from_python_gives_a_node_of_its_own():
         ("simulate --ranks 12 --expert-parallel 8", "12 ranks in groups of 8 on a topology of 12: choose a divisor"),
         ("simulate", "--ranks=None: give a number of ranks, or a --topology"),
         ("simulate --ranks 8 --routing nowhere", "nowhere has no record of routing"),
-        ("simulate --ranks 8 --topk 99", "--topk=99 of --experts=64"),
+        ("simulate --ranks 8 --topk 99", "--topk=99 must be 1 to --experts=64"),
         ("simulate --ranks 8 --experts 60", "60 experts cannot be divided among 8 ranks evenly"),
         ("simulate --ranks 8 --expert-parallel 0", "8 ranks in groups of 0"),
         ("simulate --ranks 9000000000", "topology of 9000000000 ranks: choose 1 to 1048576"),

@@ -1,0 +1,29 @@
+"""Tokens of each expert are counted without making the host wait for how many counts there are."""
+
+import pytest
+import torch
+
+from deepspeed_ext.experts import HfExperts
+
+
+class Router:
+    """What counting needs of experts."""
+
+    path, all_experts = "layers.0.experts", 4
+
+    def _counts_of(self, index_Tk: torch.Tensor) -> torch.Tensor:
+        return HfExperts._counts_of(self, index_Tk)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts_are_those_of_bincount_and_of_none(dtype):
+    index = torch.randint(4, (7, 2), dtype=dtype)
+    assert Router()._counts_of(index).tolist() == [*torch.bincount(index.view(-1), minlength=4).tolist(), 0]
+    assert Router()._counts_of(index[:0]).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("strange", [4, -1])
+def test_an_expert_that_is_not_there_is_refused_by_its_number(strange):
+    index = torch.tensor([[0, 1], [strange, 3]])
+    with pytest.raises(ValueError, match=rf"layers.0.experts: the router chose expert {strange} of 4"):
+        HfExperts.forward(Router(), torch.zeros(2, 8), index, torch.ones(2, 2))  # type: ignore[arg-type]
