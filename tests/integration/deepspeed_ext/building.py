@@ -109,6 +109,31 @@ def zero_init(rank: int, world: int, *, case: Case) -> bool:
         return losses[0] == losses[1]
 
 
+def moving(rank: int, world: int, *, layers: int) -> float:
+    """The most that experts took at once while they moved, in layers: pages, and what had not gone yet."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        from deepspeed_ext.experts import HfExperts
+
+        case = Case(size=Size(layers=layers, hidden=128, ffn=128))
+        model, seen, take = build(configuration(case.family, case.size), seed=5), [0], HfExperts.take
+        left = [p for name, p in model.named_parameters() if ".experts." in name]
+        whole = sum(p.nbytes for p in left)
+
+        def taken(self: HfExperts, *args: Any) -> None:
+            take(self, *args)
+            seen.append(sum(self.manager.resident_bytes().values()) + sum(p.nbytes for p in left))
+
+        HfExperts.take = taken  # type: ignore[method-assign]
+        try:
+            engine, *_ = deepspeed.initialize(model=model, config=case.config(megascale=True))
+        finally:
+            HfExperts.take = take  # type: ignore[method-assign]
+        engine.destroy()
+        return max(seen) / (whole / layers)
+
+
 def exported(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
     """Tensors of a plain checkpoint that differ from what the engine holds; loaded without DeepSpeed."""
     with fresh_deepspeed():
