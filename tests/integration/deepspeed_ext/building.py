@@ -125,7 +125,7 @@ def moving(rank: int, world: int, *, layers: int) -> float:
             take(self, *args)
             seen.append(sum(self.manager.resident_bytes().values()) + sum(p.nbytes for p in left))
 
-        HfExperts.take = taken  # type: ignore[method-assign]
+        HfExperts.take = taken  # type: ignore[method-assign,assignment]
         try:
             engine, *_ = deepspeed.initialize(model=model, config=case.config(megascale=True))
         finally:
