@@ -40,8 +40,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, by_kernel: bool, asked: dict[str, 
             lease.page(2, 1)[7:9] = torch.tensor([float("nan"), float("inf")])
     monkeypatch.setattr(experts.context.backend, "measures", lambda page: by_kernel)
     gradients = ExpertGradients([experts])
-    for name, value in asked.items():
-        setattr(gradients, name, value)
+    for option, value in asked.items():
+        setattr(gradients, option, value)
     with torch.no_grad(), Reads() as reads:
         gradients.finish(scale=scale)
         assert bool(reads.found) != by_kernel, "numbers are read when they are wanted"
