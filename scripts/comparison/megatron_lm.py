@@ -32,7 +32,7 @@ def compare_scripts(
         ValueError: no checkout. RunFailed: a run ended with an error, which it names.
     """
     found = checkout(path)
-    given = list(flags)
+    given = [*flags, "--log-timers-to-tensorboard"]  # times of steps, of which stock writes down none otherwise
     if ranks > 1 and "--expert-model-parallel-size" not in given:
         given += ["--expert-model-parallel-size", str(ranks)]
     if steps + WARMUP != ITERATIONS:
@@ -77,8 +77,8 @@ def _as_json(name: str, run: Run) -> dict[str, object]:
 
 
 def _step(run: Run) -> float:
-    """Median seconds of a step, as Megatron-LM logs them."""
-    return statistics.median(run.scalars["iteration-time"][WARMUP:])
+    """Median seconds of a step, as Megatron-LM logs them: of all but the first."""
+    return statistics.median(run.scalars["iteration-time"][WARMUP - 1 :])
 
 
 def _print(compared: Compared, version: str, ranks: int) -> None:

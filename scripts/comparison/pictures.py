@@ -39,7 +39,8 @@ def draw_scripts(
         for number, (name, colour) in enumerate(zip(losses, _COLOURS, strict=False)):
             width = max(1.0, 5.0 / 2**number)
             left.plot(range(1, len(losses[name]) + 1), losses[name], color=colour, linewidth=width, label=name)
-            right.plot(range(1, len(seconds[name]) + 1), seconds[name], color=colour, marker="o", label=name)
+            first = 1 + len(losses[name]) - len(seconds[name])  # a script may not tell how long its first steps took
+            right.plot(range(first, len(losses[name]) + 1), seconds[name], color=colour, marker="o", label=name)
         left.set(title="Loss", xlabel="step", ylabel="training loss")
         right.set(title="Time of a step", xlabel="step", ylabel="seconds")
         right.set_ylim(bottom=0)

@@ -253,8 +253,8 @@ def test_what_a_comparison_of_megatron_lms_script_would_ignore_is_refused(tmp_pa
 
 def test_the_picture_of_scripts_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    values = {"stock": [5.0, 4.0], "megascale": [5.0, 4.0]}
-    draw_scripts(values, values, title="two steps", path=tmp_path / "new" / "picture.png")
+    losses, seconds = (dict.fromkeys(("stock", "megascale"), values) for values in ([5.0, 4.0], [0.5]))
+    draw_scripts(losses, seconds, title="two steps", path=tmp_path / "new" / "picture.png")
     assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
