@@ -7,7 +7,8 @@
 Inside the block Hugging Face's experts modules keep their parameters on the meta device. What ``from_pretrained`` would
 have put into a parameter, and what random initialisation makes, is taken when all tensors of a module are there, cut
 into pages and forgotten: one module at a time is in memory. At the end of the block the modules are replaced by paged
-ones. Tensors are read one after the other, not by threads that run ahead.
+ones. Tensors are read one after the other, not by threads that run ahead. What is no expert is whole on every rank,
+also where a live HfDeepSpeedConfig says ZeRO 3; deepspeed.initialize partitions it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from deepspeed_ext import support
 from deepspeed_ext.config import section_of
 from deepspeed_ext.convert import Dtypes, replace_module
 from deepspeed_ext.experts import HfExperts
+from deepspeed_ext.hf_config import unheard
 from deepspeed_ext.recognise import describe, is_hf_experts
 from deepspeed_ext.run import Run, run_for
 
@@ -41,8 +43,7 @@ def init(config: str | Path | Mapping[str, Any]) -> Iterator[None]:
         config: the DeepSpeed configuration that the model will be trained with (a dict, or a JSON file).
 
     Raises:
-        ValueError: a bad or missing section, something that it does not support, or ZeRO-3's own way to build models
-            in force at the same time.
+        ValueError: a bad section, something that it does not support, or ``deepspeed.zero.Init`` in force as well.
     """
     values = dict(config) if isinstance(config, Mapping) else _read(Path(config))
     section = section_of(values)
@@ -55,10 +56,17 @@ def init(config: str | Path | Mapping[str, Any]) -> Iterator[None]:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=deepspeed.get_accelerator().communication_backend_name())
-    builder = _Builder(run_for(section), Dtypes.of_config(values))
-    with builder.in_force():
-        yield
-    builder.finish()
+    run = run_for(section)
+    builder = _Builder(run, Dtypes.of_config(values))
+    try:
+        with builder.in_force():
+            yield
+        builder.finish()
+    except BaseException:
+        run.close()
+        raise
+    if not run.manager.modules:  # nobody will have it
+        run.close()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -82,13 +90,14 @@ def _refuse_auto(values: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_zero_init() -> None:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+def _refuse_zero_init(*_: object) -> None:
+    """Also what stands for zero.Init's beginning while a block lasts, whose own beginning comes before that."""
+    from deepspeed.runtime.zero import partition_parameters
 
-    if is_deepspeed_zero3_enabled():
+    if _ or partition_parameters.zero_init_context:
         raise ValueError(
-            "HfDeepSpeedConfig with ZeRO-3 builds models in a way of its own; make it after the model was built under "
-            "deepspeed_ext.init, or leave deepspeed_ext.init out"
+            "deepspeed.zero.Init and deepspeed_ext.init cannot both build a model; leave one of them out (under "
+            "deepspeed_ext.init the rest of the model is whole until deepspeed.initialize)"
         )
 
 
@@ -105,6 +114,7 @@ class _Builder:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Patches for the length of the block."""
+        from deepspeed import zero
         from transformers import PreTrainedModel, core_model_loading, modeling_utils
 
         places: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -113,8 +123,10 @@ class _Builder:
             (PreTrainedModel, "_initialize_weights", self._initialize_weights),
             (core_model_loading, "set_param_for_module", self._set_param_for_module),
             (modeling_utils, "safe_open", _reads_instead_of_mapping),
+            (zero.Init, "__enter__", _refuse_zero_init),
         ]
         with ExitStack() as stack:
+            stack.enter_context(unheard())
             stack.enter_context(mock.patch.dict(os.environ, _LOADS_IN_ORDER))
             for owner, name, ours in places:
                 stack.enter_context(mock.patch.object(owner, name, _around(getattr(owner, name), ours)))

@@ -1,10 +1,10 @@
-"""All that is changed in stock DeepSpeed: what ``DeepSpeedEngine(...)`` makes, and ``zero_to_fp32``.
+"""All that is changed in stock: what ``DeepSpeedEngine(...)`` makes, ``zero_to_fp32``, and ``HfDeepSpeedConfig``.
 
 ``deepspeed.initialize`` and others refer to the class by name; what reaches everyone is the class itself. So its
 ``__init__`` turns a new object into a :class:`MegaScaleEngine` and initialises it as such where the configuration has
 an enabled ``"megascale"`` section; without one nothing changes. Engines made while this is in force keep working after
 :func:`disable`. ``zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint`` adds the experts of a checkpoint that has
-them in pages, which stock would leave out.
+them in pages, which stock would leave out. ``HfDeepSpeedConfig``: see :mod:`deepspeed_ext.hf_config`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.config import section_of
+from deepspeed_ext.hf_config import heed
 
 
 @dataclass
 class _Registry:
-    """The only module-level state: stock's constructor and function while they are replaced."""
+    """The only module-level state: stock's constructor and function while they are replaced; what undoes the rest."""
 
     original: Callable[..., None] | None = None
     fp32: Callable[..., dict[str, Any]] | None = None
+    unheed: Callable[[], None] | None = None
 
 
 _registry = _Registry()
@@ -70,7 +72,7 @@ def enable() -> None:
         MegaScaleEngine.__init__(self, *args, **kwargs)
 
     stock_fp32 = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
-    _registry.original, _registry.fp32 = original, stock_fp32
+    _registry.original, _registry.fp32, _registry.unheed = original, stock_fp32, heed()
     DeepSpeedEngine.__init__ = __init__
     zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint = functools.wraps(stock_fp32)(
         functools.partial(with_experts, stock_fp32)
@@ -86,7 +88,9 @@ def disable() -> None:
 
     DeepSpeedEngine.__init__ = _registry.original
     zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint = _registry.fp32
-    _registry.original = _registry.fp32 = None
+    if _registry.unheed is not None:
+        _registry.unheed()
+    _registry.original = _registry.fp32 = _registry.unheed = None
 
 
 def is_enabled() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +26,8 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
 
     Raises:
         ValueError: padding for quantized products; pages that are to travel although they are spread over ranks, or
-        although probabilities scale the experts' inputs, which visitors do not know.
+        although probabilities scale the experts' inputs, which visitors do not know; on every rank of the group, ranks
+        whose options would have them make different plans. (Those are compared: building one is a collective.)
     """
 
     def __init__(
@@ -56,6 +58,11 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         )
         self._experts = experts
         self._alike = (self.ep_group, self.tp_group, pg_collection.expt_dp)
+        if self._differs(options.digest, self.ep_group):
+            raise ValueError(
+                "ranks of an expert-parallel group were given different --megascale-move, --megascale-discovery or "
+                "--megascale-topology (of which ranks read the same file); give all the same"
+            )
         self._trip: Trip | None = None
         self._routing: torch.Tensor | None = None
         self._shape: torch.Size | None = None
@@ -67,7 +74,7 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
             ValueError: on every rank, where the placement does not fit the group or is not the same on all ranks.
         """
         slots, channel = placement.of_layer(layer_number), self.core.channel
-        if self._differs(placement.digest):
+        if self._differs(placement.digest, *self._alike):
             raise ValueError(f"layer {layer_number}: ranks have read different placements; give all the same file")
         placement.check_layers(self.config.num_layers + (self.config.mtp_num_layers or 0))
         if slots is None:
@@ -82,10 +89,10 @@ class GroupsTokenDispatcher(MoETokenDispatcher):
         columns = torch.tensor([expert for rank in slots for expert in rank])
         self.core.columns = columns.to(self._experts.manager.arena.device)
 
-    def _differs(self, digest: int) -> bool:
-        """Whether any rank with experts of this layer has another one: of this group, of other pages, of copies."""
+    def _differs(self, digest: int, *groups: dist.ProcessGroup) -> bool:
+        """Whether any rank of these groups, or of the same groups of those, has another one."""
         lowest = highest = digest
-        for group in self._alike:
+        for group in groups:
             known = torch.tensor([lowest, highest], device=self._experts.manager.arena.device)
             told = Channel(group).all_gather(known)
             lowest, highest = int(told.min()), int(told.max())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascale_omni.kernels.gradient_statistics import statistics_of_groups
 from megascale_omni.kernels.interpreter import is_interpreted, repair
 from megascale_omni.kernels.paged_activation_backward import launch_activation_backward
 from megascale_omni.kernels.paged_fc1 import PageShape, launch_fc1
@@ -74,6 +75,14 @@ class TritonBackend:
     def sum_rows(self, rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """See the protocol; the order of a sum does not depend on which program ran first."""
         return sum_by_token(rows_Nh, index_N, num_tokens, debug=self.debug)
+
+    def measures(self, gradient: torch.Tensor) -> bool:
+        """See the protocol."""
+        return gradient.device.type == "cuda" or is_interpreted()
+
+    def statistics(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See the protocol; one pass over the page."""
+        return statistics_of_groups([[gradient]])[0]
 
 
 class _Call:

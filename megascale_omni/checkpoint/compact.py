@@ -14,7 +14,7 @@ import torch
 from megascale_omni.checkpoint import datafile
 from megascale_omni.checkpoint.datafile import CHUNK_BYTES, NAMES, Entry, Place, bytes_of, places, read_into
 from megascale_omni.checkpoint.digests import Data
-from megascale_omni.checkpoint.filesystem import LocalFileSystem
+from megascale_omni.checkpoint.filesystem import FileSystem, LocalFileSystem
 from megascale_omni.checkpoint.manifest import FileRecord, Manifest
 from megascale_omni.checkpoint.opening import Opened
 from megascale_omni.checkpoint.request import DENSE_MPU, EXPERTS_MPU, mpu_folder
@@ -23,7 +23,7 @@ from megascale_omni.checkpoint.store import Store, list_checkpoints
 _EXPERTS = mpu_folder(EXPERTS_MPU) + "/"
 
 
-def make_whole(opened: Opened, root: Path, tag: str | None = None) -> Path:
+def make_whole(opened: Opened, root: Path, tag: str | None = None, *, files: FileSystem | None = None) -> Path:
     """Writes an opened checkpoint, which was checked, into the folder ``root`` so that it needs no other.
 
     In its own folder and under its own tag it takes its own place, at once, in the same order of the folder's
@@ -33,7 +33,7 @@ def make_whole(opened: Opened, root: Path, tag: str | None = None) -> Path:
         ValueError: another checkpoint is there, or needs this one as it is. OSError: of the file system.
     """
     tag = tag or opened.manifest.tag
-    final, store = root / tag, Store(root, files=LocalFileSystem())
+    final, store = root / tag, Store(root, files=files or LocalFileSystem())
     in_place = final.exists() and final.resolve() == opened.folder.resolve()
     if final.exists() and not in_place:
         raise ValueError(f"{final} is there already; give another folder, or a name with --tag")

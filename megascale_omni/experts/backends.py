@@ -90,6 +90,18 @@ class Backend(Protocol):
         """The sum ``[T, h]`` of each token's rows, in ascending order of experts; row ``n`` is of ``index_N[n]``."""
         ...
 
+    def measures(self, gradient: torch.Tensor) -> bool:
+        """Whether :meth:`statistics` can be asked about a gradient page; torch's operators measure others."""
+        ...
+
+    def statistics(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What is measured of a gradient page, on its device and waited for by nobody.
+
+        fp64 ``[7]``: finite elements, their sum, sum of sizes, sum of squares and largest size; elements that are not
+        finite; elements that are not zero.
+        """
+        ...
+
 
 def triton_available() -> bool:
     """Whether Triton is installed (nothing is imported)."""

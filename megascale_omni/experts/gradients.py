@@ -43,10 +43,49 @@ class PageStatistics:
         return None if self.norms is None else sum(norm**2 for norm in self.norms)
 
 
+@dataclass(frozen=True)
+class _Coming:
+    """What was measured of a page and is still on the device.
+
+    ``check``: the norm that says whether all is finite, where sums do not. ``norms``: None where they were not taken.
+    ``seven``: see ``Backend.statistics``. ``zeros``, ``sums``: whether these were asked for.
+    """
+
+    experts: PagedExperts
+    name: PageName
+    check: torch.Tensor | None
+    norms: tuple[torch.Tensor, ...] | None
+    seven: torch.Tensor
+    zeros: bool
+    sums: bool
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All numbers, in the order in which :meth:`read` takes them."""
+        check = () if self.check is None else (self.check.view(1),)
+        return [self.seven, *check, *(norm.view(1) for norm in self.norms or ())]
+
+    def read(self, numbers: Iterator[float]) -> tuple[PageStatistics, str | None]:
+        """The statistics, and what is wrong with the gradient."""
+        finite, total, absolute, squares, largest, bad, nonzeros = (next(numbers) for _ in range(7))
+        overflows = self.check is not None and not math.isfinite(next(numbers))
+        norms = None if self.norms is None else tuple(next(numbers) for _ in self.norms)
+        sums = GradientStatistics(finite, total, absolute, squares, 0.0, largest)
+        if bad:
+            sums = GradientStatistics(finite + bad, math.nan, math.nan, math.nan, bad, math.inf)
+        wrong = _wrong(self.experts, self.name, int(bad)) if overflows or (self.sums and bad) else None
+        return PageStatistics(norms, int(nonzeros) if self.zeros else None, sums if self.sums else None), wrong
+
+
+def _wrong(experts: PagedExperts, name: PageName, bad: int) -> str:
+    what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
+    return f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
+
+
 class ExpertGradients:
     """The gradient pages of some modules (those of one model chunk).
 
     ``wire``: what gradients travel in between copies of an expert: as they are, or rounded to bf16.
+    Where kernels measure, numbers stay on the device until somebody asks for one: then the host waits once, for all.
     ``takes_norms``, ``counts_zeros``, ``takes_sums``: what is measured of each page on the way; what is not costs a
     sweep later. ``by_tensor``: norms of experts that are one page are taken tensor by tensor, each in the layout that
     it has in a stock model, so that they have stock's bits.
@@ -61,7 +100,8 @@ class ExpertGradients:
         self.counts_zeros = True
         self.takes_sums = False
         self._scratch: Scratch = {}
-        self.non_finite: str | None = None
+        self._non_finite: str | None = None
+        self._coming: list[_Coming] = []
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
         self.last: LastGradients | None = None  # who completes pages in the backward already
         self._uses: dict[PagedExperts, int] = {}  # by the optimizer, when pages were measured
@@ -69,6 +109,12 @@ class ExpertGradients:
         """Pages of this step that are complete: checked, scaled and measured."""
         self.stepped: set[tuple[PagedExperts, PageName]] = set()
         """Those of them that have been applied and are gone."""
+
+    @property
+    def non_finite(self) -> str | None:
+        """The first gradient of this step that is not finite, and what is wrong with it."""
+        self._read()
+        return self._non_finite
 
     def present(self, experts: PagedExperts) -> list[PageName]:
         """The pages (expert, slice) of a module that have a gradient, ascending."""
@@ -92,7 +138,8 @@ class ExpertGradients:
         self._uses.clear()
         self.done.clear()
         self.stepped.clear()
-        self.non_finite = None
+        self._non_finite = None
+        self._coming.clear()
         if self.last is not None:
             self.last.reset()
 
@@ -136,6 +183,8 @@ class ExpertGradients:
         """Checks, scales and measures a page, to which nothing will be added in this step."""
         # Sums look at every element, and a norm tells too: a page that stays as it is needs no pass more.
         measured = self.takes_sums or (self.takes_norms and scale == 1.0)
+        if self._stays_there(experts, name, page, scale=scale):
+            return
         if not measured:
             self._check(experts, name, page)
         if scale != 1.0:
@@ -156,6 +205,7 @@ class ExpertGradients:
         """
         if self.stepped:
             raise RuntimeError(f"gradients are scaled after experts were stepped by them; {OFF}")
+        self._read()
         for experts in self.modules:
             for name, page in self.pages(experts, write=True):
                 page.mul_(factor)
@@ -214,6 +264,7 @@ class ExpertGradients:
             return []
         completion = experts.context.completion
         completion.check()
+        self._read()
         if completion.uses != self._uses.get(experts, 0):  # clipping multiplies them in place
             self._uses[experts] = completion.uses
             self._statistics = {key: found for key, found in self._statistics.items() if key[0] is not experts}
@@ -225,7 +276,9 @@ class ExpertGradients:
                 f"{experts.path}: more is asked of gradients than was measured before they were used; {OFF}"
             )
         for name, page in self.pages(experts, names=missing):
-            self._statistics[experts, name] = self._measure(experts, page)
+            if not self._stays_there(experts, name, page, checks=False):
+                self._statistics[experts, name] = self._measure(experts, page)
+        self._read()
         return [(name, self._statistics[experts, name]) for name in owned]
 
     def _is_measured(self, found: PageStatistics | None) -> bool:
@@ -237,14 +290,43 @@ class ExpertGradients:
         """Of one page, flat, in its own dtype."""
         norms, nonzeros, sums = None, None, None
         if self.takes_norms:
-            by_tensor = self.by_tensor and experts.layout.num_slices == 1
-            parts = stock_tensors(experts, page) if by_tensor else (page,)
-            norms = tuple(float(torch.linalg.vector_norm(part, dtype=torch.float32)) for part in parts)
+            norms = tuple(float(norm) for norm in self._norms(experts, page))
         if self.counts_zeros:
             nonzeros = int(torch.count_nonzero(page))
         if self.takes_sums:
             sums = statistics_of([page], self._scratch)
         return PageStatistics(norms, nonzeros, sums)
+
+    def _norms(self, experts: PagedExperts, page: torch.Tensor) -> Iterator[torch.Tensor]:
+        by_tensor = self.by_tensor and experts.layout.num_slices == 1
+        for part in stock_tensors(experts, page) if by_tensor else (page,):
+            yield torch.linalg.vector_norm(part, dtype=torch.float32)
+
+    def _stays_there(
+        self, experts: PagedExperts, name: PageName, page: torch.Tensor, *, scale: float = 1.0, checks: bool = True
+    ) -> bool:
+        """Scales and measures a page with the backend's kernels, if it has any: nobody waits for the numbers yet."""
+        backend = experts.context.backend
+        if not backend.measures(page):
+            return False
+        check = None if self.takes_sums or not checks else torch.linalg.vector_norm(page, dtype=torch.float32)
+        if scale != 1.0:
+            page.mul_(scale)
+        seven = backend.statistics(page)
+        norms = tuple(self._norms(experts, page)) if self.takes_norms else None
+        self._statistics.pop((experts, name), None)
+        self._coming.append(_Coming(experts, name, check, norms, seven, self.counts_zeros, self.takes_sums))
+        return True
+
+    def _read(self) -> None:
+        """Brings what was measured to the host: one wait."""
+        coming, self._coming = self._coming, []
+        if not coming:
+            return
+        numbers = iter(torch.cat([tensor.double() for entry in coming for tensor in entry.tensors()]).tolist())
+        for entry in coming:
+            self._statistics[entry.experts, entry.name], wrong = entry.read(numbers)
+            self._non_finite = self._non_finite or wrong
 
     # -- reduction -----------------------------------------------------------------------------------------------------
 
@@ -275,13 +357,12 @@ class ExpertGradients:
             with experts.lease(Plane.GRADIENT, [name]) as lease:
                 lease.page(*name).copy_(total)
                 lease.mark_dirty()
-            self._statistics[experts, name] = self._measure(experts, total)
+            if not self._stays_there(experts, name, total, checks=False):
+                self._statistics[experts, name] = self._measure(experts, total)
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
-        if self.non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
-            bad = int((~torch.isfinite(page)).sum())
-            what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
-            self.non_finite = f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
+        if self._non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
+            self._non_finite = _wrong(experts, name, int((~torch.isfinite(page)).sum()))
 
 
 def stock_tensors(experts: PagedExperts, page: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -336,3 +336,11 @@ class TorchBackend:
     def sum_rows(self, rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """See the protocol."""
         return sum_rows(rows_Nh, index_N, num_tokens)
+
+    def measures(self, gradient: torch.Tensor) -> bool:
+        """See the protocol."""
+        return False
+
+    def statistics(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See the protocol."""
+        raise RuntimeError("torch's operators measure gradients where their numbers are wanted")

@@ -13,6 +13,7 @@ Shapes: T tokens of this rank, E experts of all ranks, N pairs (token, expert) o
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -56,6 +57,12 @@ class GroupOptions:
     discovery: Discovery = "allgather"
     links: LinkCosts | None = None
     cache: int = 1024
+
+    @property
+    def digest(self) -> int:
+        """Equal where ranks make the same plan of the same counts."""
+        tables = () if self.links is None else (self.links.seconds_per_byte_PP, self.links.latency_PP)
+        return zlib.crc32(f"{self.move} {self.discovery}".encode() + b"".join(table.tobytes() for table in tables))
 
 
 @dataclass

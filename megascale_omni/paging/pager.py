@@ -29,14 +29,13 @@ from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.readers import copy_of
+from megascale_omni.paging.residency import victims_at_once
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE, HOST, TierKind
 from megascale_omni.paging.victims import Victims
 
 logger = logging.getLogger(__name__)
-
-VICTIMS_AT_ONCE = 8
 
 
 class Pager:
@@ -304,7 +303,7 @@ class Pager:
             return True
         leaving = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
         if wait or not leaving:
-            at_once = 1 + min(VICTIMS_AT_ONCE, (device.limit(slot_class) or 0) // 8) - len(leaving)
+            at_once = victims_at_once(device.limit(slot_class) or 0) - len(leaving)
             for victim in self.victims.choose(slot_class, count=max(not leaving, at_once), before=needed_before):
                 self._evict(victim)
                 if device.used(slot_class) < used:  # a clean page is gone at once, and one was asked for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,8 +36,8 @@ class Policy(Protocol):
         """Pages are used now (resident, or about to be)."""
         ...
 
-    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
-        """Which of ``pages`` (unpinned, of one class) leaves; None where all are needed sooner than ``before``."""
+    def victims(self, pages: np.ndarray, *, count: int, before: float, shadow: ShadowLru) -> list[int]:
+        """Up to ``count`` of ``pages`` (unpinned, of one class) that leave; none that is needed before ``before``."""
         ...
 
 
@@ -64,9 +65,9 @@ class Lru:
             self._clock += 1
             self._used[page_id] = self._clock
 
-    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
+    def victims(self, pages: np.ndarray, *, count: int, before: float, shadow: ShadowLru) -> list[int]:
         """See Policy."""
-        return min(pages.tolist(), key=lambda p: self._used.get(p, 0), default=None)
+        return heapq.nsmallest(count, pages.tolist(), key=lambda p: self._used.get(p, 0))
 
 
 class Ours:
@@ -97,7 +98,7 @@ class Ours:
         self._clock += 1
         self._last_use[page_ids] = self._clock
 
-    def victim(self, pages: np.ndarray, *, before: float, shadow: ShadowLru) -> int | None:
+    def victims(self, pages: np.ndarray, *, count: int, before: float, shadow: ShadowLru) -> list[int]:
         """See Policy."""
         candidates = Candidates(
             pages,
@@ -107,5 +108,4 @@ class Ours:
             shadowed=shadow.holds(pages),
             allowance=shadow.allowance,
         )
-        chosen = choose_victims(candidates, count=1, needed_before=before)
-        return chosen[0] if chosen else None
+        return choose_victims(candidates, count=count, needed_before=before)

@@ -5,7 +5,9 @@ A page-in is a page that is brought to the device arena from anywhere; it is *de
 *prefetched* when it comes before. Moves take no time here, so that policies are compared and not disks. Slot classes
 share the budget as in a run, and none borrows from another. ``min`` is Belady's: it knows the whole trace and evicts
 the page whose next use is farthest away. It may even evict pages that a lease still holds, so that nobody can have
-fewer page-ins. ``ours`` runs the functions that a run runs (``outlook.py``, ``residency.py``).
+fewer page-ins. ``ours`` runs the functions that a run runs (``outlook.py``, ``residency.py``). In a run dirty pages
+take time to leave, and several begin to at once; a replay in which they leave ``together`` counts them as a run does:
+a few page-ins more, and fewer writes, since a clean page is sooner reached.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.policies import Lru, Ours, Policy
 from megascale_omni.paging.recorder import PHASES
-from megascale_omni.paging.residency import displaced_before, pages_ahead, probable_experts
+from megascale_omni.paging.residency import displaced_before, pages_ahead, probable_experts, victims_at_once
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.trace import Event, Op, Trace
 from megascale_omni.paging.traced_slots import page_classes, slots_of
@@ -35,10 +37,18 @@ class _Machine:
     """An arena that a policy looks after."""
 
     def __init__(
-        self, trace: Trace, budget: Budget, policy: Policy, moved: Moved, dirty: np.ndarray, *, since: int = 0
+        self,
+        trace: Trace,
+        budget: Budget,
+        policy: Policy,
+        moved: Moved,
+        dirty: np.ndarray,
+        *,
+        since: int,
+        together: bool,
     ) -> None:
         self.numbering = trace.model.numbering()
-        self.policy, self.moved, self.dirty, self.since = policy, moved, dirty, since
+        self.policy, self.moved, self.dirty, self.since, self.together = policy, moved, dirty, since, together
         self.classes = page_classes(trace.model)
         self.slots = slots_of(trace.model, budget)
         pages = self.numbering.num_pages
@@ -122,18 +132,23 @@ class _Machine:
             mask = self.resident & (self.pins == 0) & (self.kind_of == self.kind_of[page_id])
             pages = np.nonzero(mask)[0]
             pages = pages[~np.isin(pages, np.fromiter(keep, dtype=np.int64))]
-            victim = self.policy.victim(pages, before=before, shadow=self.shadows.of(slot_class))
-            if victim is None:
+            count = victims_at_once(self.slots[slot_class]) if self.together else 1
+            leaving = self.policy.victims(pages, count=count, before=before, shadow=self.shadows.of(slot_class))
+            if not leaving:
                 if before == -np.inf:
                     raise ValueError(
                         f"the budget of {self.moved.budget_bytes} bytes is too small: all {self.slots[slot_class]} "
                         f"slots of {slot_class.nbytes} bytes are held at once; give more"
                     )
                 return False
-            if self.dirty[victim]:
-                self.moved.went(slot_class.nbytes, self._phase)
-                self.dirty[victim] = False
-            self._leave(victim)
+            for victim in leaving:
+                was_clean = not self.dirty[victim]
+                if not was_clean:
+                    self.moved.went(slot_class.nbytes, self._phase)
+                    self.dirty[victim] = False
+                self._leave(victim)
+                if was_clean:
+                    break
         self.used[slot_class] += 1
         return True
 
@@ -190,7 +205,15 @@ def visit_of(event: Event) -> tuple[Visit, np.ndarray]:
     return Visit(PHASES[phase], module, planes), event.numbers[3:].astype(np.int64)
 
 
-def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool = True, since: int = 0) -> Moved:
+def replay(
+    trace: Trace,
+    *,
+    policy: PolicyName,
+    budget: Budget,
+    prefetch: bool = True,
+    since: int = 0,
+    together: bool = False,
+) -> Moved:
     """What ``policy`` would have moved, from training step ``since`` on. See [Note: what a replay counts].
 
     Raises:
@@ -204,5 +227,5 @@ def replay(trace: Trace, *, policy: PolicyName, budget: Budget, prefetch: bool =
         return moved
     dirty = np.zeros(trace.model.numbering().num_pages, dtype=bool)
     chosen: Policy = Lru() if policy == "lru" else Ours(trace.model, dirty, prefetch=prefetch)
-    _Machine(trace, budget, chosen, moved, dirty, since=since).run(trace)
+    _Machine(trace, budget, chosen, moved, dirty, since=since, together=together).run(trace)
     return moved

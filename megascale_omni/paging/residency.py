@@ -60,6 +60,17 @@ def order_of_going(next_use: np.ndarray, dirty: np.ndarray, last_use: np.ndarray
     return order
 
 
+VICTIMS_AT_ONCE = 8
+
+
+def victims_at_once(slots: int) -> int:
+    """How many pages begin to leave together in an arena of ``slots`` slots (of a class) when room is needed.
+
+    Dirty ones take time to be written; as soon as a clean one has gone, there is room and no more need go.
+    """
+    return 1 + min(VICTIMS_AT_ONCE, slots // 8)
+
+
 PROBABLE = 0.9
 """Experts that a visit needs with at least this probability are fetched before it begins."""
 

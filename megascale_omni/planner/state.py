@@ -31,6 +31,11 @@ class RankState:
         return result
 
     @property
+    def num_pages(self) -> int:
+        """Pages of a plane."""
+        return sum(module.entry.num_pages for module in self.modules)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all pages."""
         return sum(self.plane_bytes.values())

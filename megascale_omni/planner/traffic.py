@@ -3,7 +3,7 @@
 [Note: what a plan replays]
 Where there are few pages, steps of these very pages are made (``steps.py``) and replayed under the policy of a run.
 Otherwise a module's pages are taken together in a few pieces, an expert or several each, and replayed under MIN, which
-a run comes close to. Of some steps the last ones count.
+a run comes close to. Of some steps the last ones count. A recorded run knows besides which experts had tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ MOST_MICRO_BATCHES = 5
 """More of them are a straight line on from the last two of these."""
 
 STEPS, COUNTED = 5, 2
+
+MOST_REPLAYED = 4096
+"""Pages of a recorded run that are replayed under the policy of a run, which takes a second for each thousand uses."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def step_traffic(state: RankState, work: Work, *, budget_bytes: int, seed: int =
         budget = Budget(fraction=min(1.0, max(budget_bytes / state.total_bytes, _floor(model))))
     batch = wave_pages(state) if policy == "ours" else 1
     trace = Steps(model, work, batch=batch, seed=seed).trace(STEPS)
-    moved = replay(trace, policy=policy, budget=budget, since=STEPS - COUNTED + 1)
+    moved = replay(trace, policy=policy, budget=budget, since=STEPS - COUNTED + 1, together=True)
 
     def moves(phases: Iterable[Phase]) -> Moves:
         columns = np.sum([moved.phases.get(phase.value, [0, 0]) for phase in phases], axis=0)
@@ -89,7 +92,8 @@ def step_traffic(state: RankState, work: Work, *, budget_bytes: int, seed: int =
 
 
 def traced_traffic(trace: Trace, state: RankState, *, budget_bytes: int) -> Traffic:
-    """What a step of a recorded run would have moved at least under a budget, on average over its steps.
+    """What a step of a recorded run would have moved under a budget, on average over its steps: under the policy of a
+    run, or, where there are very many pages, the least that can be moved.
 
     Raises:
         ValueError: the trace is of another model, page size or layout; it has no whole step.
@@ -108,7 +112,8 @@ def traced_traffic(trace: Trace, state: RankState, *, budget_bytes: int) -> Traf
         raise ValueError("the trace has no training step: record a longer run")
     if budget_bytes >= state.total_bytes:
         return Traffic()
-    moved = replay(trace, policy="min", budget=Budget(nbytes=budget_bytes))
+    policy: PolicyName = "ours" if state.num_pages <= MOST_REPLAYED else "min"
+    moved = replay(trace, policy=policy, budget=Budget(nbytes=budget_bytes), together=True)
 
     def moves(phases: Iterable[Phase]) -> Moves:
         columns = np.sum([moved.phases.get(phase.value, [0, 0]) for phase in phases], axis=0)

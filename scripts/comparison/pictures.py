@@ -23,7 +23,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         _draw_losses(loss, runs, comparison.loss_difference)
         _draw_memory(memory, runs)
         _draw_speed(bars, runs, [comparison.speed_of(run.name).median for run in comparison.others])
-        figure.suptitle(f"The same model, {comparison.preset}: stock Megatron-Core and --megascale", weight="bold")
+        figure.suptitle(f"The same model, {comparison.preset}: stock and MegaScale", weight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
@@ -103,6 +103,7 @@ def _draw_speed(axes, runs: list[Run], speeds: list[float]) -> None:  # type: ig
         color=[_colour(runs, run) for run in runs],
         width=0.6,
     )
+    axes.tick_params(axis="x", labelsize=8 if len(runs) > 3 else 11)  # beyond three, names would touch
     axes.margins(y=0.12)
     axes.bar_label(bars, labels=[f"{run.tokens_per_second:,.0f}" for run in runs], padding=3)
     axes.set(title=f"Speed: {', '.join(f'{s:.2f}' for s in speeds)} x stock", ylabel="tokens a second")

@@ -9,8 +9,8 @@ from scripts.measuring.tables import Cell, print_table
 from scripts.measuring.units import plain_bytes, plain_seconds
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """Print the table, the classes that ran, and on what."""
+def print_comparison(comparison: Comparison, *, framework: str = "megatron-core") -> None:
+    """Print the table, the classes that ran, and on what; ``framework``: the package that trained."""
     made = comparison.run(STOCK).made
     columns = ("", *(run.name for run in comparison.runs))
     title = f"{comparison.preset}: {made.parameters:,} parameters (in brackets: against stock, speed block by block)"
@@ -23,7 +23,7 @@ def print_comparison(comparison: Comparison) -> None:
         print(line)
     for run in comparison.runs:
         print(f"{run.name}: {run.made.experts}, {run.made.dispatcher}, {run.made.optimizer}")
-    print(describe(comparison.environment))
+    print(describe(comparison.environment, framework=framework))
 
 
 def _rows(comparison: Comparison) -> list[tuple[Cell, ...]]:

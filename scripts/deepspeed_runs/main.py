@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nvme-offload", action="store_true", help="with --compare: stock with ZeRO 3 on NVMe, in files")
     made.add_argument("--disk-path", type=Path, help="folder for pages that leave memory (default: out)")
     made.add_argument("--json", type=Path, metavar="FILE", help="with --compare")
+    made.add_argument("--picture", type=Path, metavar="PNG", help="with --compare")
     return made
 
 
@@ -158,9 +159,13 @@ def _compare(args: argparse.Namespace, job: Job) -> int:
         nvme_offload=args.nvme_offload,
     )
     comparison = compare(plan)
-    print_comparison(comparison)
+    print_comparison(comparison, framework="deepspeed")
     if args.json:
         write_json(args.json, comparison.as_json())
+    if args.picture:
+        from scripts.comparison.pictures import draw
+
+        draw(comparison, args.picture)
     return 0
 
 

@@ -28,16 +28,15 @@ _MODES = {
 
 
 _SEEDS = (1234, 1, 2, 3, 4)
-"""Of free runs in bf16. How far the losses of two runs that round differently are apart in the end, chance decides: the
-same mode was 0.003 from stock with one seed and 0.018 with another, the control 0.002 and 0.006. So one seed tells
-nothing, and the largest of several tells about the seeds."""
+"""Of free runs in bf16. How far the losses of two runs that round differently are apart in the end, chance decides:
+with these seeds pages that travel were 0.018, 0.003, 0.003, 0.005 and 0.003 from stock, the control 0.003, 0.002,
+0.006, 0.008 and 0.005. The row is judged by the layout's own seed all the same; the median of these is reported."""
 
 
 def _verdict(context: Context, mode: str) -> Verdict:
     layout, flags = _proved(mode)
-    parts = PARTS if not layout.is_bf16 else ("steps",)
     return context.once(
-        ("proof", mode), lambda: prove(layout, data_path=context.data_path, parts=parts, megascale_flags=flags)
+        ("proof", mode), lambda: prove(layout, data_path=context.data_path, parts=PARTS, megascale_flags=flags)
     )
 
 
@@ -81,12 +80,17 @@ def exactness_rows() -> list[Row]:
             return _steps(context, mode)
 
         def free(context: Context, mode: str = mode) -> float:
-            return _free_of_seeds(context, mode) if "bf16" in mode else _verdict(context, mode).free_share
+            return _verdict(context, mode).free_share
+
+        def seeds(context: Context, mode: str = mode) -> float:
+            return _free_of_seeds(context, mode)
 
         told = f"{layout} with {flags}"
         what = f"100 steps compared one by one, the worst deviation: {told}"
         rows.append(Row(f"D8-{mode}", what, unit, "at_most", 1.0, steps))
         what = f"free run of 100 steps, how far losses are from stock's: {told}"
-        what += f", median of {len(_SEEDS)} seeds" if "bf16" in mode else ""
         rows.append(Row(f"D8-{mode}-free", what, unit, "at_most", 1.0, free))
+        if "bf16" in mode:
+            what = f"the same for {len(_SEEDS)} seeds, ratio of medians (reported: no bound is set): {told}"
+            rows.append(Row(f"D8-{mode}-free-seeds", what, unit, "at_least", 0.0, seeds))
     return rows

@@ -18,8 +18,8 @@ def measured_environment(*, threads: int | None = None) -> Environment:
     return found
 
 
-def describe(found: Environment) -> str:
-    """The environment in one line."""
+def describe(found: Environment, *, framework: str = "megatron-core") -> str:
+    """The environment in one line; ``framework``: the package that trained."""
     cpu, packages = found["cpu"], found["packages"]
     assert isinstance(cpu, dict)
     assert isinstance(packages, dict)
@@ -28,7 +28,7 @@ def describe(found: Environment) -> str:
     parts = [
         f"{cpu['model']}, {cpu['cores']} cores",
         *(str(gpu["name"]) for gpu in gpus),
-        *(f"{name} {packages[name]}" for name in ("torch", "megatron-core") if packages[name]),
+        *(f"{name} {packages[name]}" for name in ("torch", framework) if packages.get(name)),
         f"Python {found['python']}",
         *([f"{found['threads']} threads"] if "threads" in found else []),
         f"load {found['load_average']}",

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale_omni.groups.settle import copies_of
+from megascale_omni.topology.levels import Level, Topology
 from megascale_omni.topology.placement import Placement, in_order
 from tests.distributed.megatron_state import fresh_parallel_state
 from tests.distributed.test_experts_of_ranks import differences
@@ -105,6 +106,32 @@ def test_a_placed_layer_trains_as_stock_and_is_saved_by_global_number(pools, tmp
         ours |= own
     assert differences(stock, ours) == []
     assert len(ours) >= 8
+
+
+def plan_differently(rank: int, world: int, *, folder: str) -> list[str]:
+    """What each rank says where one has another flag or file."""
+    fresh_parallel_state(ep=2)
+    found = []
+    different: tuple[dict[str, object], ...] = (
+        {"move": "pages" if rank else "tokens"},
+        {"topology": str(Path(folder) / f"{rank}.json")},
+        {"discovery": "gossip" if rank else "allgather"},
+    )
+    for groups in different:
+        with pytest.raises(ValueError) as error:
+            build(megascale=True, ep=2, groups=groups)
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_that_would_plan_differently_are_refused_before_they_do(pools, tmp_path):
+    for rank in range(2):
+        Topology.uniform(2, levels=(Level("node", 1e9 + rank), Level("rack", 1e8), Level("net", 1e7))).write(
+            tmp_path / f"{rank}.json"
+        )
+    for told in pools[2].run(plan_differently, folder=str(tmp_path)):
+        assert len(told) == 3
+        assert all("were given different --megascale-move, --megascale-discovery or" in text for text in told)
 
 
 def settle_badly(rank: int, world: int, *, folder: str, case: str) -> str:

@@ -22,19 +22,23 @@ def publish(rank: int, world: int, *, case: Case, folder: str) -> None:
 
 
 def loaded_both_ways(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
-    """Tensors that differ after three steps between a model whose experts moved, and one that was loaded in pages."""
+    """Tensors that differ after three steps between a model whose experts moved, and those that were loaded in pages,
+    in a block and under a live HfDeepSpeedConfig.
+    """
     with fresh_deepspeed():
         import deepspeed
         from transformers import AutoModelForCausalLM
+        from transformers.integrations import HfDeepSpeedConfig
 
         import deepspeed_ext
 
         states: list[State] = []
-        for in_pages in (False, True):
+        for way in ("moved", "block", "live"):
             config = case.config(megascale=True)
-            with deepspeed_ext.init(config if in_pages else {}):
+            live = HfDeepSpeedConfig(copy.deepcopy(config)) if way == "live" else None
+            with deepspeed_ext.init(config if way == "block" else {}):
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-            if in_pages:
+            if way != "moved":
                 assert not [name for name, _ in model.named_parameters() if "experts" in name]
             engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(config))
             engine.train()
@@ -44,24 +48,30 @@ def loaded_both_ways(rank: int, world: int, *, case: Case, folder: str) -> list[
                     engine.step()
             states.append(read_state(engine))
             engine.destroy()
-        return differences(*states)
+            del live
+        return [*differences(states[0], states[1]), *differences(states[0], states[2])]
 
 
 def initialised_both_ways(rank: int, world: int, *, case: Case) -> list[str]:
     """Tensors that differ between random weights of stock's and those made in pages, from the same seed."""
     with fresh_deepspeed():
         from transformers import AutoModelForCausalLM
+        from transformers.integrations import HfDeepSpeedConfig
 
         import deepspeed_ext
 
         made = []
-        for in_pages in (False, True):
-            with deepspeed_ext.init(case.config(megascale=True) if in_pages else {}):
+        for way in ("moved", "block", "live"):
+            config = case.config(megascale=True)
+            live = HfDeepSpeedConfig(config) if way == "live" else None
+            with deepspeed_ext.init(config if way == "block" else {}):
                 torch.manual_seed(11)
                 model = AutoModelForCausalLM.from_config(configuration(case.family, case.size))
+            assert any("experts" in name for name, _ in model.named_parameters()) == (way == "moved")
             made.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        assert made[0].keys() == made[1].keys()
-        return [name for name, tensor in made[0].items() if not tensor.equal(made[1][name])]
+            del live
+        assert made[0].keys() == made[1].keys() == made[2].keys()
+        return [name for name, tensor in made[0].items() for other in made[1:] if not tensor.equal(other[name])]
 
 
 def zero_init(rank: int, world: int, *, case: Case) -> bool:
@@ -99,6 +109,31 @@ def zero_init(rank: int, world: int, *, case: Case) -> bool:
         return losses[0] == losses[1]
 
 
+def moving(rank: int, world: int, *, layers: int) -> float:
+    """The most that experts took at once while they moved, in layers: pages, and what had not gone yet."""
+    with fresh_deepspeed():
+        import deepspeed
+
+        from deepspeed_ext.experts import HfExperts
+
+        case = Case(size=Size(layers=layers, hidden=128, ffn=128))
+        model, seen, take = build(configuration(case.family, case.size), seed=5), [0], HfExperts.take
+        left = [p for name, p in model.named_parameters() if ".experts." in name]
+        whole = sum(p.nbytes for p in left)
+
+        def taken(self: HfExperts, *args: Any) -> None:
+            take(self, *args)
+            seen.append(sum(self.manager.resident_bytes().values()) + sum(p.nbytes for p in left))
+
+        HfExperts.take = taken  # type: ignore[method-assign]
+        try:
+            engine, *_ = deepspeed.initialize(model=model, config=case.config(megascale=True))
+        finally:
+            HfExperts.take = take  # type: ignore[method-assign]
+        engine.destroy()
+        return max(seen) / (whole / layers)
+
+
 def exported(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
     """Tensors of a plain checkpoint that differ from what the engine holds; loaded without DeepSpeed."""
     with fresh_deepspeed():
@@ -126,9 +161,11 @@ def exported(rank: int, world: int, *, case: Case, folder: str) -> list[str]:
 def refusals(rank: int, world: int, *, folder: str) -> list[str]:
     """What is said of blocks that cannot be, and of a copy of what was built in one."""
     with fresh_deepspeed():
+        import deepspeed
+
         import deepspeed_ext
 
-        case = Case(size=Size(experts=4, layers=1))
+        case = Case(stage=3, size=Size(experts=4, layers=1))
         config, broken = case.config(megascale=True), Path(folder) / "broken.json"
         broken.write_text("{")
         configs: list[Path | dict[str, Any]] = [
@@ -143,6 +180,13 @@ def refusals(rank: int, world: int, *, folder: str) -> list[str]:
                 with deepspeed_ext.init(one):
                     for _ in range(2):
                         build(configuration(case.family, case.size), seed=1)
+            except ValueError as error:
+                said.append(str(error))
+        partitioned = deepspeed.zero.Init(config_dict_or_path=case.config(megascale=False))
+        for outer, inner in ((partitioned, deepspeed_ext.init(config)), (deepspeed_ext.init(config), partitioned)):
+            try:
+                with outer, inner:
+                    build(configuration(case.family, case.size), seed=1)
             except ValueError as error:
                 said.append(str(error))
         with deepspeed_ext.init(config):

@@ -48,8 +48,11 @@ def made(model: torch.nn.Module, way: str) -> dict[str, Any]:
 def config_of(way: str, *, megascale: bool) -> dict[str, Any]:
     config = CASE.config(megascale=megascale)
     del config["scheduler"]
-    if way in ("function", "optimizer", "named"):
+    if way in ("function", "optimizer", "named", "offloaded"):
         del config["optimizer"]
+    if way == "offloaded":
+        config["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
@@ -68,16 +71,15 @@ def deviation(rank: int, world: int, *, way: str) -> dict[str, float]:
             )
             for group in engine.basic_optimizer.param_groups:
                 assert len(group.get("param_names", group["params"])) == len(group["params"])
-            first = read_state(engine)
             for step in range(CASE.steps):
                 for batch in batches_of(CASE, rank, world, step):
                     engine.backward(engine(input_ids=batch, labels=batch).loss)
                     engine.step()
-            states.append((first, read_state(engine)))
-        (before, stock), (_, paged) = states
+            states.append(read_state(engine))
+        (stock, paged), before = states, base.state_dict()
         shares = {"update": 0.0, "gradient": 0.0}
         for name, kinds in stock.items():
-            change = float((kinds["weight"] - before[name]["weight"]).norm())
+            change = float((kinds["weight"] - before[name]).norm())
             shares["update"] = max(shares["update"], float((paged[name]["weight"] - kinds["weight"]).norm()) / change)
             norm = float(kinds["exp_avg"].norm())
             shares["gradient"] = max(
@@ -149,15 +151,16 @@ def _initialise(way: str) -> None:
             config["megascale"]["clip"] = {"mode": "cmsa"}
             config["gradient_clipping"] = 0.0
         before = copy.deepcopy(model.state_dict())
-        groups = [list(group["params"]) for group in given["optimizer"].param_groups] if "optimizer" in given else []
+        lists = given["optimizer"].param_groups if "optimizer" in given else []
+        held = [list(group["params"]) for group in lists]
         try:
             deepspeed.initialize(model=model, config=config, **given)
         finally:
             after = model.state_dict()
             assert before.keys() == after.keys()
             assert all(value.equal(after[name]) for name, value in before.items())
-            for group, held in zip(given["optimizer"].param_groups if groups else [], groups, strict=True):
-                assert all(a is b for a, b in zip(group["params"], held, strict=True))
+            for group, members in zip(lists, held, strict=True):
+                assert all(a is b for a, b in zip(group["params"], members, strict=True))
 
 
 def frozen(rank: int, world: int) -> dict[str, bool]:

@@ -74,20 +74,24 @@ def train(model: nn.Module, config: dict[str, Any], rank: int) -> tuple[Any, lis
     losses = []
     for step in range(5):
         x = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = engine(x)
+        loss = engine(x.bfloat16() if engine.bfloat16_enabled() else x)
         losses.append(float(loss.detach()))
         engine.backward(loss)
         engine.step()
     return engine, losses
 
 
-def beside_stock(rank: int, world: int, *, stages: list[int], kind: str, ep_size: int) -> list[list[list[float]]]:
+def beside_stock(
+    rank: int, world: int, *, stages: list[int], kind: str, ep_size: int, bf16: bool = False
+) -> list[list[list[float]]]:
     """By stage: losses of stock (those of stage 2 where stock refuses) and of the section."""
     with fresh_deepspeed():
         found = []
         for stage in stages:
-            stock = train(made(kind, ep_size), config_of(min(stage, 2), megascale=False), rank)[1]
-            found.append([stock, train(made(kind, ep_size), config_of(stage, megascale=True), rank)[1]])
+            ours, theirs = config_of(stage, megascale=True), config_of(min(stage, 2), megascale=False)
+            for config in (ours, theirs):
+                config["bf16"] = {"enabled": bf16}
+            found.append([train(made(kind, ep_size), config, rank)[1] for config in (theirs, ours)])
         return found
 
 

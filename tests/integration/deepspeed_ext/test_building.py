@@ -28,6 +28,10 @@ def test_a_model_that_zero_has_partitioned(pools: Pools) -> None:
     assert pools[2].run(building.zero_init, case=Case(size=Size(experts=4))) == [True, True]
 
 
+def test_experts_that_move_take_one_layer_more(pools: Pools) -> None:
+    assert 5.5 < pools[1].run(building.moving, layers=5)[0] < 6.1
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_a_plain_checkpoint(pools: Pools, tmp_path: Path, family: str) -> None:
     """Under ZeRO 3, and with experts divided among ranks without it."""
@@ -49,6 +53,7 @@ def test_blocks_that_cannot_be(pools: Pools, tmp_path: Path) -> None:
         "missing.json cannot be read: ",
         'bf16.enabled="auto" is not known yet',
         "2 models with experts (MixtralForCausalLM, MixtralForCausalLM) were built in one",
+        *2 * ["deepspeed.zero.Init and deepspeed_ext.init cannot both build a model"],
         "model.layers.0.mlp.experts: experts in pages cannot be copied",
     ]
     for message, part in zip(said, expected, strict=True):

@@ -15,6 +15,13 @@ def test_losses_are_stocks(pools: Pools, world: int, ep_size: int, kind: str) ->
             assert stock[-1] < 0.9 * stock[0]
 
 
+def test_losses_in_bf16_are_near_stocks(pools: Pools) -> None:
+    (found,) = pools[1].run(native.beside_stock, stages=[0, 1, 3], kind="swiglu", ep_size=1, bf16=True)
+    for stock, paged in found:
+        assert paged == pytest.approx(stock, rel=1e-2)
+        assert stock[-1] < 0.9 * stock[0]
+
+
 def test_groups_of_experts_are_clipped_as_one_group_is(pools: Pools) -> None:
     """Experts divided among two ranks, or all on each."""
     stages = [0, 2, 3]

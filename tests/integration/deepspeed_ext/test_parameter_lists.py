@@ -8,7 +8,7 @@ from tests.distributed.pool import Pools
 from tests.integration.deepspeed_ext import lists
 
 
-@pytest.mark.parametrize("way", ["list", "groups", "optimizer", "function", "generator", "named"])
+@pytest.mark.parametrize("way", ["list", "groups", "optimizer", "function", "generator", "named", "offloaded"])
 def test_experts_keep_the_settings_of_their_group(pools: Pools, way: str) -> None:
     (found,) = pools[1].run(lists.deviation, way=way)
     assert found["update"] <= 1e-5

@@ -99,11 +99,14 @@ def moved(
     pools: Any, corpus: str, tmp_path, first: tuple[int, str], second: tuple[int, str], common: str, batch: int = 8
 ) -> None:
     """What ``first`` saves, ``second`` loads and saves again; both hold the same."""
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    one = str(tmp_path / "one")
     pools[first[0]].run(run_and_save, corpus=corpus, options=f"{first[1]} {common}", folder=one)
-    results = pools[second[0]].run(
-        load_and_save, corpus=corpus, options=f"{second[1]} {common}", source=one, target=other
-    )
+    handed_on(pools, corpus, one, str(tmp_path / "other"), (second[0], f"{second[1]} {common}"), batch)
+
+
+def handed_on(pools: Any, corpus: str, one: str, other: str, second: tuple[int, str], batch: int = 8) -> None:
+    """``second`` loads and saves again what is in folder ``one``; both hold the same."""
+    results = pools[second[0]].run(load_and_save, corpus=corpus, options=second[1], source=one, target=other)
     assert {position[:2] for _, position in results} == {(STEPS, STEPS * batch)}
     assert carried(one) == carried(other)
     held = contents(one)
@@ -112,14 +115,21 @@ def moved(
     assert different(held, contents(other)) == []
 
 
+@pytest.fixture(scope="module")
+def ep2_dp2(pools, corpus, tmp_path_factory) -> str:
+    """A folder with what a run of EP 2 x DP 2 has saved."""
+    folder, options = str(tmp_path_factory.mktemp("ep2dp2")), f"{EXPERT_PARALLEL} {GATED} {SPARSE} {PAGED}"
+    pools[4].run(run_and_save, corpus=corpus, options=options, folder=folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("second", "options"),
     [(1, ""), (4, EP4), (2, "--pipeline-model-parallel-size 2"), (4, "")],
     ids=["ep1", "ep4", "pp2", "dp4"],
 )
-def test_ep2_dp2_loads_anywhere(pools, corpus, tmp_path, second, options):
-    first = (4, EXPERT_PARALLEL)
-    moved(pools, corpus, tmp_path, first, (second, options), f"{GATED} {SPARSE} {PAGED}")
+def test_ep2_dp2_loads_anywhere(pools, corpus, tmp_path, ep2_dp2, second, options):
+    handed_on(pools, corpus, ep2_dp2, str(tmp_path), (second, f"{options} {GATED} {SPARSE} {PAGED}"))
 
 
 def test_a_data_parallel_rank_less(pools, corpus, tmp_path):

@@ -1,5 +1,6 @@
 """A crash after any operation of a save leaves the old or the new checkpoint, and a disk on which saves work."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 
 from megascale_omni.checkpoint.boxes import whole
 from megascale_omni.checkpoint.checkpointer import Checkpointer, RankState, SaveError, SaveRequest
+from megascale_omni.checkpoint.compact import make_whole
 from megascale_omni.checkpoint.dense import TensorPiece
 from megascale_omni.checkpoint.filesystem import LocalFileSystem
 from megascale_omni.checkpoint.store import list_checkpoints
 from scripts.measurements.checkpoint_disks import DISKS, Crash, RecordingFiles
+from tests.integration.megatron_ext.stored import contents, different
+from tests.unit.checkpoint.runs import Layout, Run, touched
 
 VALUES = torch.arange(12.0).view(3, 4)
 
@@ -89,6 +93,35 @@ def test_the_first_checkpoint_is_whole_or_not_there(tmp_path):
             opened = Checkpointer(left).open()
             assert opened is None or opened.manifest.tag == "t1"
     assert crash_after > 15
+
+
+def test_a_crash_while_an_increment_is_made_whole_loses_nothing(tmp_path):
+    source, run = tmp_path / "source", Run(0, Layout())
+    checkpoints = Checkpointer(source)
+    for number in (1, 2):
+        run.step(number, touched(number))
+        checkpoints.save(run.state(), SaveRequest(tag=f"t{number}", step=number, full=number == 1))
+    expected, kinds = contents(source), set()
+    for crash_after in range(1, 200):
+        root = tmp_path / str(crash_after)
+        shutil.copytree(source, root)
+        opened, files = Checkpointer(root).open("t2"), RecordingFiles(root, crash_after=crash_after)
+        assert opened is not None
+        try:
+            make_whole(opened, root, files=files)
+        except Crash:
+            pass
+        else:
+            break
+        for disk in DISKS:
+            left = tmp_path / f"{crash_after}-{disk}"
+            files.leave(disk, left)
+            assert different(expected, contents(left)) == [], f"{disk} disk after {files.operations[-1]}"
+            found = list_checkpoints(left)[0]
+            assert found[0].manifest.tag == "t2"
+            kinds.add(found[0].manifest.kind)
+    assert crash_after > 20
+    assert kinds == {"increment", "full"}
 
 
 class FailingFiles(LocalFileSystem):

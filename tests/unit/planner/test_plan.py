@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -195,9 +196,13 @@ def test_a_trace_tells_what_a_step_moves(recorded):
     )
     budget = state.total_bytes // 4
     found = traced_traffic(trace, state, budget_bytes=budget)
-    whole = replay(trace, policy="min", budget=PageBudget(nbytes=budget))
+    whole, least = (replay(trace, policy=p, budget=PageBudget(nbytes=budget), together=True) for p in ("ours", "min"))
     assert found.all.loaded_bytes == pytest.approx(whole.bytes_in / RECORDED.steps)
     assert found.all.written_bytes == pytest.approx(whole.written_bytes / RECORDED.steps)
+    assert found.all.loaded_bytes >= least.bytes_in / RECORDED.steps
+    with mock.patch("megascale_omni.planner.traffic.MOST_REPLAYED", 0):  # of very many pages, the least
+        many = traced_traffic(trace, state, budget_bytes=budget)
+    assert many.all.loaded_bytes == pytest.approx(least.bytes_in / RECORDED.steps)
     assert 0 < found.passes.loaded_bytes < found.all.loaded_bytes
     assert traced_traffic(trace, state, budget_bytes=state.total_bytes).all.loaded_bytes == 0
 
