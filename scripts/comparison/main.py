@@ -50,6 +50,8 @@ from scripts.measuring.files import write_json
 from scripts.measuring.processes import ROOT, WorkersFailed
 from scripts.megatron_lm_runs.running import RunFailed
 
+_OF_SCRIPTS = {"megatron_lm", "ranks", "steps", "bf16", "json", "picture"}
+"""Options of a comparison of Megatron-LM's own script."""
 _BATCH = 8
 """Sequences a step of every preset."""
 
@@ -89,8 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare_scripts(args: argparse.Namespace, given: Sequence[str]) -> int:
     from scripts.comparison.megatron_lm import compare_scripts
 
+    defaults = _parser()
+    for name in sorted(vars(args).keys() - _OF_SCRIPTS):
+        if getattr(args, name) != defaults.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} has no effect with --megatron-lm; leave it out (flags of its script go behind --)"
+            )
     flags, own = split_flags([*given, *(["--bf16"] if args.bf16 else [])])
-    content = compare_scripts(args.megatron_lm, ranks=args.ranks, flags=flags, own_flags=own, steps=args.steps)
+    content = compare_scripts(
+        args.megatron_lm, ranks=args.ranks, flags=flags, own_flags=own, steps=args.steps, picture=args.picture
+    )
     if args.json:
         write_json(args.json, content)
     return 0
@@ -127,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         "--megatron-lm",
         type=Path,
         metavar="PATH",
-        help="run pretrain_gpt.py of this checkout both ways, on a small MoE (--ranks, --steps, --bf16, --json count)",
+        help="run pretrain_gpt.py of this checkout both ways (goes with --ranks, --steps, --bf16, --json, --picture)",
     )
     parser.add_argument("--validate", action="store_true", help="compare the validation loss at the end, too")
     parser.add_argument("--json", type=Path, metavar="FILE")

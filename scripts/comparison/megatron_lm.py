@@ -15,17 +15,24 @@ WARMUP = 3
 
 
 def compare_scripts(
-    path: Path, *, ranks: int, flags: Sequence[str], own_flags: Sequence[str], steps: int
+    path: Path,
+    *,
+    ranks: int,
+    flags: Sequence[str],
+    own_flags: Sequence[str],
+    steps: int,
+    picture: Path | None = None,
 ) -> dict[str, object]:
     """Runs `pretrain_gpt.py` of the checkout ``path`` both ways and prints how they compare; the JSON of it.
 
-    ``flags`` go to both runs, behind those of a small MoE; ``own_flags`` to the run with `--megascale`.
+    ``flags`` go to both runs, behind those of a small MoE; ``own_flags`` to the run with `--megascale`. ``picture``:
+    where losses and times of steps are drawn.
 
     Raises:
         ValueError: no checkout. RunFailed: a run ended with an error, which it names.
     """
     found = checkout(path)
-    given = list(flags)
+    given = [*flags, "--log-timers-to-tensorboard"]  # times of steps, of which stock writes down none otherwise
     if ranks > 1 and "--expert-model-parallel-size" not in given:
         given += ["--expert-model-parallel-size", str(ranks)]
     if steps + WARMUP != ITERATIONS:
@@ -45,7 +52,18 @@ def compare_scripts(
     }
     print(describe(environment))
     _print(compared, release(found), ranks)
+    if picture is not None:
+        _draw(compared, picture, title=f"pretrain_gpt.py of Megatron-LM {release(found)}: stock and --megascale")
     return content
+
+
+def _draw(compared: Compared, path: Path, *, title: str) -> None:
+    from scripts.comparison.pictures import draw_scripts
+
+    runs = {"stock": compared.stock, "megascale": compared.megascale}
+    losses = {name: run.losses for name, run in runs.items()}
+    seconds = {name: run.scalars["iteration-time"] for name, run in runs.items()}
+    draw_scripts(losses, seconds, title=title, path=path)
 
 
 def _as_json(name: str, run: Run) -> dict[str, object]:
@@ -59,8 +77,8 @@ def _as_json(name: str, run: Run) -> dict[str, object]:
 
 
 def _step(run: Run) -> float:
-    """Median seconds of a step, as Megatron-LM logs them."""
-    return statistics.median(run.scalars["iteration-time"][WARMUP:])
+    """Median seconds of a step, as Megatron-LM logs them: of all but the first."""
+    return statistics.median(run.scalars["iteration-time"][WARMUP - 1 :])
 
 
 def _print(compared: Compared, version: str, ranks: int) -> None:

@@ -1,25 +1,22 @@
 """A comparison as a picture: both losses over each other, memory over time, and what it comes to."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from scripts.comparison.result import Comparison, Run
 from scripts.measuring.units import plain_bytes
 
 _COLOURS = ("#7f7f7f", "#d1495b", "#2e6f95", "#e09f3e", "#5a7d4f")
+_STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
 _GIB = 2.0**30
 
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Write the picture as PNG. Raises ImportError that names the extra where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("the picture needs matplotlib: install the extra 'dev' of this project") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     runs = list(comparison.runs)
-    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+    with pyplot.rc_context(_STYLE):
         figure, (loss, memory, bars) = pyplot.subplots(
             1, 3, figsize=(15, 4.8), gridspec_kw={"width_ratios": [5, 5, 3]}, layout="constrained"
         )
@@ -30,6 +27,42 @@ def draw(comparison: Comparison, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
+
+
+def draw_scripts(
+    losses: Mapping[str, Sequence[float]], seconds: Mapping[str, Sequence[float]], *, title: str, path: Path
+) -> None:
+    """Write losses and times of steps by run, in order of runs, as PNG. Raises ImportError as :func:`draw`."""
+    pyplot = _pyplot()
+    with pyplot.rc_context(_STYLE):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+        for number, (name, colour) in enumerate(zip(losses, _COLOURS, strict=False)):
+            width = max(1.0, 5.0 / 2**number)
+            left.plot(range(1, len(losses[name]) + 1), losses[name], color=colour, linewidth=width, label=name)
+            first = 1 + len(losses[name]) - len(seconds[name])  # a script may not tell how long its first steps took
+            right.plot(range(first, len(losses[name]) + 1), seconds[name], color=colour, marker="o", label=name)
+        left.set(title="Loss", xlabel="step", ylabel="training loss")
+        right.set(title="Time of a step", xlabel="step", ylabel="seconds")
+        right.set_ylim(bottom=0)
+        for axes in (left, right):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(alpha=0.25)
+            axes.legend(frameon=False)
+        figure.suptitle(title, weight="bold")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+
+def _pyplot() -> Any:  # noqa: ANN401 - a module without types
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("the picture needs matplotlib: install the extra 'dev' of this project") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _colour(runs: list[Run], run: Run) -> str:

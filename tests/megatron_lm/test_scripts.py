@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.comparison.megatron_lm import compare_scripts
 from scripts.megatron_lm_runs.combinations import BASE, BUDGET, EP2, named
 from scripts.megatron_lm_runs.comparing import compare
 from scripts.megatron_lm_runs.matrix import SHORT, Relay, compared
@@ -52,6 +53,13 @@ def test_flags_are_in_the_argument_dump_and_metrics_in_tensorboard(megatron_lm: 
     assert "megascale_dispatcher ............................ groups" in done.output
     assert done.scalars["megascale/experts/modules"] == [4.0, 4.0]
     assert done.scalars["megascale/groups/group_cache_hits"][-1] > 0
+
+
+def test_the_comparison_of_one_run_is_made_and_drawn(megatron_lm: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    found = compare_scripts(megatron_lm, ranks=1, flags=(), own_flags=(), steps=1, picture=picture)
+    assert found["max_relative_loss_difference"] == pytest.approx(0, abs=1e-5)
+    assert picture.stat().st_size > 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from scripts.comparison import main as command
 from scripts.comparison.expert_state import is_expert_parameter, union_length
 from scripts.comparison.limited import Limited, LimitedRun
+from scripts.comparison.pictures import draw_scripts
 from scripts.comparison.presets import megascale_flags, page_size_bytes, preset_flags
 from scripts.comparison.report import print_comparison
 from scripts.comparison.result import Comparison, Run
@@ -240,6 +241,21 @@ def test_several_ranks_share_the_experts_and_the_batch(tmp_path):
 def test_the_command_reports_a_mistake_in_one_line(tmp_path, capsys):
     assert command.main(["--steps", "0", "--repeats", "0", "--data-path", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "compare_with_stock.py: --steps 0 must be at least 1\n"
+
+
+def test_what_a_comparison_of_megatron_lms_script_would_ignore_is_refused(tmp_path, capsys):
+    for flags in (["--budget", "25%"], ["--preset", "fine"], ["--validate"]):
+        assert command.main(["--megatron-lm", str(tmp_path), *flags]) == 1
+        assert f"{flags[0]} has no effect with --megatron-lm" in capsys.readouterr().err
+    assert command.main(["--megatron-lm", str(tmp_path), "--picture", "x.png"]) == 1
+    assert "is no checkout of Megatron-LM" in capsys.readouterr().err
+
+
+def test_the_picture_of_scripts_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    losses, seconds = (dict.fromkeys(("stock", "megascale"), values) for values in ([5.0, 4.0], [0.5]))
+    draw_scripts(losses, seconds, title="two steps", path=tmp_path / "new" / "picture.png")
+    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_routed_experts_are_told_from_shared_ones():

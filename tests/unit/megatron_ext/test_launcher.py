@@ -327,6 +327,11 @@ def test_scripts_that_are_some(tmp_path: Path, text: str) -> None:
     assert check_script([written(tmp_path, text)]) == tmp_path / "script.py"
 
 
+def test_a_script_of_a_checkout_that_imports_its_neighbour(tmp_path: Path) -> None:
+    write_checkout(tmp_path)
+    assert check_script([written(tmp_path, "import pretrain_toy")]) == tmp_path / "script.py"
+
+
 # -- spelling
 
 
