@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--policy", default="lru,ours,min", metavar="NAMES", help="of lru, ours, min (default: all)")
     replay.add_argument("--budget", default="25%", metavar="SIZES", help="sizes or percentages, e.g. 10%%,25%%,2GiB")
     replay.add_argument("--no-prefetch", action="store_true", help="`ours` fetches nothing early")
+    replay.add_argument(
+        "--together", action="store_true", help="dirty pages of `ours` begin to leave several at once, as in a run"
+    )
     replay.add_argument("--json", metavar="FILE", help="write the result there, too")
     replay.set_defaults(action=_replay)
 
@@ -69,7 +72,13 @@ def _replay(args: argparse.Namespace) -> None:
     found: list[tuple[str, Moved]] = []
     for text, budget in budgets.items():
         for policy in policies:
-            moved = replay(trace, policy=policy, budget=budget, prefetch=not args.no_prefetch)  # type: ignore[arg-type]
+            moved = replay(
+                trace,
+                policy=policy,  # type: ignore[arg-type]
+                budget=budget,
+                prefetch=not args.no_prefetch,
+                together=args.together and policy == "ours",
+            )
             found.append((text, moved))
     _print(found)
     if args.json:

@@ -191,7 +191,7 @@ def _about(
     if prediction.stall_seconds <= 0.05 * prediction.step_seconds:
         share = 100 * prediction.stall_seconds / prediction.step_seconds
         return ["What moves is hidden behind compute" + (f", but for {share:.0f} %." if share >= 1 else ".")]
-    where = "disk" if tiers["disk"] else "host"
+    where = "disk" if tiers["disk"] and "disk" in break_even else "host"
     needed = break_even.get(where, 0.0)
     slower = prediction.step_seconds / prediction.compute_seconds
     found = [
@@ -203,7 +203,7 @@ def _about(
             f"Weights that come from {where} with every micro-batch pay from {needed:,.0f} tokens an expert; there are "
             f"{tokens_per_expert:,.0f}. Use larger micro-batches, or more expert parallelism, so that weights stay."
         )
-    if tiers["disk"]:
+    if tiers["disk"] and "disk" in break_even:
         found.append("More host memory keeps pages off the disk; larger global batches step the optimizer less often.")
     else:
         found.append("A larger global batch steps the optimizer, whose state is most of what moves, less often.")

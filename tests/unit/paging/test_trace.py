@@ -306,6 +306,11 @@ def test_the_command_shows_and_replays(tmp_path, capsys):
     ]
     assert all(r["bytes_in"] == r["demanded_bytes"] + r["prefetched_bytes"] > 0 for r in content["replays"])
     assert "1.00x" in capsys.readouterr().out
+    assert cli.main([*arguments, "--together"]) == 0  # only `ours` decides when its pages begin to leave
+    together = json.loads((tmp_path / "j").read_text())
+    for before, after in zip(content["replays"], together["replays"], strict=True):
+        assert (before == after) or before["policy"] == "ours"
+    assert content != together
 
 
 @pytest.mark.parametrize(
