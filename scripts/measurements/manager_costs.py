@@ -57,7 +57,7 @@ class Clock:
 def _targets() -> Iterator[tuple[object, str, Kind]]:
     """(class or module, name, kind) of all that decides or keeps count."""
     from megascale_omni.heat import heatmap, keeper
-    from megascale_omni.paging import ahead, manager, outlook, residency, shadow, victims, visits
+    from megascale_omni.paging import ahead, manager, outlook, residency, shadow, upkeep, victims, visits
 
     for name in ("visited", "routed"):  # the others do nothing
         yield heatmap.HeatMap, name, "heat"
@@ -68,6 +68,7 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
     for name in ("choose", "changed", "latest_use"):
         yield victims.Victims, name, "policy"
     yield ahead.Ahead, "_held_until", "policy"
+    yield upkeep.Upkeep, "look", "policy"
     yield visits.Visits, "_next_visit_pages", "policy"
     for name in ("create", "drop", "may_load", "loaded", "not_loaded", "left", "stayed"):
         yield shadow.ShadowLru, name, "policy"
