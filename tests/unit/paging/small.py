@@ -52,6 +52,7 @@ class Pages:
         self.manager.arena.set_limit(self.slot_class, slots)
         self.manager.pager.tiers.host.set_limit(self.slot_class, host_slots)
         self.values: dict[tuple[Plane, int], float] = {}
+        self.now = 0.0  # seconds on the clock of a test that has one
         for expert in range(experts):
             self.create(expert)
 

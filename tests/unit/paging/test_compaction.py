@@ -14,6 +14,7 @@ from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.compaction import in_order, moves_in_order
 from megascale_omni.paging.layout import MIB, ExpertShape, PageLayout
 from megascale_omni.paging.manager import PagingOptions
+from megascale_omni.paging.memory import FreeMemory
 from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.upkeep import Upkeep, UpkeepOptions
 from scripts.measurements.paging_model import Model, Task, Trained, batches_of, train
@@ -44,6 +45,11 @@ def test_moves_bring_every_page_to_its_place_through_free_slots_only(before, aft
         at[page] = slot
     assert at == wanted
     assert taken == {*wanted.values(), *others}
+
+
+def plenty() -> FreeMemory:
+    """No emergency."""
+    return FreeMemory(1000, 1000)
 
 
 def scattered(folder, **options) -> Pages:
@@ -177,7 +183,7 @@ def test_another_thread_may_copy_pages_meanwhile(tmp_path, segments_of_four_slot
 def test_compaction_comes_at_the_end_of_a_step(tmp_path, segments_of_four_slots, options, seconds, expected):
     pages, now = scattered(tmp_path), [0.0]
     manager = pages.manager
-    manager.upkeep = Upkeep(manager, options, probe=None, clock=lambda: now[0])
+    manager.upkeep = Upkeep(manager, options, probe=plenty, clock=lambda: now[0])
     found = []
     for step in range(1, 7):
         manager.schedule.begin_step(step)
@@ -190,7 +196,7 @@ def test_compaction_comes_at_the_end_of_a_step(tmp_path, segments_of_four_slots,
 def test_without_a_word_the_next_step_ends_the_one_before(tmp_path, segments_of_four_slots):
     pages = scattered(tmp_path)
     manager = pages.manager
-    manager.upkeep = Upkeep(manager, UpkeepOptions(compact_percent=0.0), probe=None)
+    manager.upkeep = Upkeep(manager, UpkeepOptions(compact_percent=0.0), probe=plenty)
     manager.schedule.begin_step(1)
     assert pages.counts.get("compactions", 0) == 0
     manager.schedule.begin_step(2)
@@ -212,6 +218,7 @@ def test_memory_of_the_process_falls(tmp_path):
     process = psutil.Process()
     before = process.memory_info().rss
     freed = pages.manager.compact()
+    assert freed is not None
     assert freed >= 48 * pages.slot_class.nbytes - 8 * MIB
     assert before - process.memory_info().rss >= 0.92 * freed
     pages.check()

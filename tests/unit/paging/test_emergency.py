@@ -69,7 +69,6 @@ def watched(folder, memory: list[FreeMemory], **options) -> Pages:
     for expert in (0, 2, 4, 6):
         pages.read(expert)
     pages.jobs.complete_all()
-    pages.now = 0.0
     pages.manager.upkeep = Upkeep(
         pages.manager, UpkeepOptions(emergency_percent=10.0), probe=lambda: memory[0], clock=lambda: pages.now
     )

@@ -1,5 +1,7 @@
 """Paging options: what may be written, what is refused with a remedy, and what a machine makes of it."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -70,15 +72,17 @@ def test_without_a_device_budget_all_pages_stay():
 
 
 def test_options_are_passed_on(tmp_path):
-    upkeep = {"emergency_percent": 2.5, "compact_percent": 30, "compact_seconds": 60.0}
-    config = PagingConfig(device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch="none", **upkeep)
+    upkeep = UpkeepOptions(emergency_percent=2.5, compact_percent=30, compact_seconds=60.0)
+    config = PagingConfig(
+        device_budget="25%", disk_path=str(tmp_path), checksum="crc32", prefetch="none", **asdict(upkeep)
+    )
     assert paging_options(config, CPU) == PagingOptions(
         device_budget=Budget(fraction=0.25),
         host_budget=Budget(nbytes=0),
         disk_path=str(tmp_path),
         checksum="crc32",
         prefetch=False,
-        upkeep=UpkeepOptions(**upkeep),
+        upkeep=upkeep,
     )
 
 
