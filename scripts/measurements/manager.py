@@ -98,10 +98,11 @@ def _trace(context: Context, scenario: str) -> Trace:
 
 
 def _moved(context: Context, scenario: str, percent: int, policy: PolicyName) -> Moved:
+    """What a policy moves: ours as a run does it, several pages at once; the yardsticks page by page."""
     trace = _trace(context, scenario)
     return context.once(
         ("moved", scenario, percent, policy),
-        lambda: replay(trace, policy=policy, budget=Budget(fraction=percent / 100)),
+        lambda: replay(trace, policy=policy, budget=Budget(fraction=percent / 100), together=policy == "ours"),
     )
 
 

@@ -189,7 +189,7 @@ def spoil(run: Any, where: str) -> None:
     name = gradients.present(experts)[0]
     for _, page in gradients.pages(experts, names=[name], write=True):
         page[0] = math.inf
-    gradients.non_finite = f"{experts.path}, local expert {name[0]}"
+    gradients._non_finite = f"{experts.path}, local expert {name[0]}"
 
 
 @pytest.mark.parametrize("mode", ["--megascale-clip cmsa", "--megascale-nonfinite skip"], ids=["cmsa", "skip"])
@@ -327,8 +327,11 @@ def refused(rank: int, world: int, *, corpus: str, options: str) -> str:
     [
         ("--megascale-clip cmsa --clip-grad 0", "CMSA needs a clipping norm above 0, not 0"),
         ("--megascale-clip cmsa --megascale-config {file}", "no parameter matches 'audio.*' (audio)"),
-        ("--megascale-cmsa-alpha 0.5", "clip.alpha=0.5 has no effect with clip.mode=stock"),
-        ("--megascale-clip cmsa --megascale-cmsa-alpha 2", "clip.alpha='2' must be auto or a number from 0 to 1"),
+        ("--megascale-cmsa-alpha 0.5", "--megascale-cmsa-alpha=0.5 has no effect with clip.mode=stock"),
+        (
+            "--megascale-clip cmsa --megascale-cmsa-alpha 2",
+            "--megascale-cmsa-alpha='2' must be auto or a number from 0 to 1",
+        ),
     ],
 )
 def test_mistakes_are_told_before_training_on_every_rank(pools, corpus, tmp_path, options, message):
