@@ -2,7 +2,8 @@
 
 Experts travel in batches of four, by ascending expert. The pages of the next batch are on their way while the current
 one is computed. Only owner and members take part; each of them meets the transfers of a pair of ranks in one order, so
-that overlapping groups cannot wait for each other in a circle.
+that overlapping groups cannot wait for each other in a circle. For that a rank counts batches that it has no share in:
+weights of a batch start where the batch before it begins, and the gradients of that one come after them, for everybody.
 
 [Note: guests]
 A member computes a visiting expert with the same code as its own: a small ``PagedExperts`` module, with pages in an
@@ -250,7 +251,7 @@ class TravellingPages:
 
 @dataclass
 class _Visit:
-    """One call: the batches that involve this rank, and which rows belong to each."""
+    """One call: the plan's batches, which rows belong to each, and graphs of those that this rank has rows for."""
 
     pages: TravellingPages
     batches: list[Batch]
@@ -264,12 +265,16 @@ class _Visit:
         batches, rows, of_batch, start = [], [], [], 0
         for batch in plan.batches():
             mine = [count_of[move.expert] for move in batch]
-            if any(move.involves(pages.channel.rank) for move in batch):
-                batches.append(batch)
-                rows.append((start, start + sum(mine)))
-                of_batch.append(mine + [0] * (PAGE_BATCH - len(mine)))
+            batches.append(batch)
+            rows.append((start, start + sum(mine)))
+            of_batch.append(mine + [0] * (PAGE_BATCH - len(mine)))
             start += sum(mine)
         return cls(pages, batches, rows, of_batch)
+
+    def start(self, number: int) -> Travelling | None:
+        """Puts the weights of a batch on their way, if there is one and this rank has a share in it."""
+        batch = self.batches[number] if number < len(self.batches) else ()
+        return self.pages.start_weights(batch) if any(m.involves(self.pages.channel.rank) for m in batch) else None
 
 
 class _Travel(torch.autograd.Function):
@@ -286,14 +291,14 @@ class _Travel(torch.autograd.Function):
     ) -> torch.Tensor:
         pages, y_Gh = visit.pages, torch.empty_like(x_Gh)
         pages.announce(visit, forward_phase(keep, pages.experts.manager.schedule))
-        coming = pages.start_weights(visit.batches[0]) if visit.batches else None
+        coming = visit.start(0)
         for number, batch in enumerate(visit.batches):
-            assert coming is not None
-            guests = pages.welcome(batch, coming)
-            if number + 1 < len(visit.batches):
-                coming = pages.start_weights(visit.batches[number + 1])
-            rows = slice(*visit.rows[number])
             visit.graphs.append(None)
+            here, rows = coming, slice(*visit.rows[number])
+            guests = None if here is None else pages.welcome(batch, here)
+            coming = visit.start(number + 1)
+            if guests is None:
+                continue
             if rows.stop > rows.start:
                 with torch.set_grad_enabled(keep):
                     x_nh = x_Gh[rows].detach().requires_grad_(keep)
@@ -315,14 +320,15 @@ class _Travel(torch.autograd.Function):
         gx_Gh = torch.empty_like(gy_Gh)
         gprobs_G: torch.Tensor | None = None
         train = bool(ctx.needs_input_grad[2])  # type: ignore[attr-defined]
-        coming = pages.start_weights(visit.batches[0]) if visit.batches else None
+        coming = visit.start(0)
         home: Travelling | None = None
         for number, batch in enumerate(visit.batches):
-            assert coming is not None
-            pages.welcome(batch, coming)
-            if number + 1 < len(visit.batches):
-                coming = pages.start_weights(visit.batches[number + 1])
-            graph, rows = visit.graphs[number], slice(*visit.rows[number])
+            here, graph, rows = coming, visit.graphs[number], slice(*visit.rows[number])
+            if here is not None:
+                pages.welcome(batch, here)
+            coming = visit.start(number + 1)
+            if here is None:
+                continue
             if graph is not None:
                 x_nh, probs_n, y_nh = graph
                 gx_nh, gprobs_n = torch.autograd.grad(y_nh, (x_nh, probs_n), gy_Gh[rows].contiguous())

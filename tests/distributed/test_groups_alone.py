@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from megascale_omni.experts.workspace import Workspace
 from megascale_omni.groups.channel import Channel
 from megascale_omni.groups.dispatch import GroupOptions
 from megascale_omni.groups.pages import TravellingPages
-from megascale_omni.groups.plan import PAGE_BATCH
+from megascale_omni.groups.plan import PAGE_BATCH, Plan
 from tests.distributed.group_side import LOCAL, GroupSide, gradient_of, random_map
 from tests.distributed.two_hosts import LINK_MBIT
 from tests.unit.experts.paged import drop_gradients, gradients
@@ -261,3 +262,30 @@ def test_no_communicator_is_made_and_no_file_stays_open(pools):
         assert (groups, files) == (0, 0)
         assert 0 < entries <= 2
         assert right
+
+
+def exchange_in_batches_of_one(rank: int, world: int) -> tuple[dict[str, float], list[int]]:
+    """Rank 0 skips the batch between two in which it and rank 2 own an expert each that the other one computes."""
+    side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages"))
+    map_TE = torch.zeros(3, LOCAL * world, dtype=torch.bool)
+    for expert in {0: [2 * LOCAL], 2: [0, LOCAL]}.get(rank, []):
+        map_TE[:, expert] = True
+    involved = []
+    start = TravellingPages.start_gradients
+
+    def noted(pages, batch):
+        involved.append(batch[0].expert)
+        return start(pages, batch)
+
+    with (
+        mock.patch.object(Plan, "batches", lambda plan: tuple((move,) for move in plan.moves)),
+        mock.patch.object(TravellingPages, "start_gradients", noted),
+    ):
+        return side.step(map_TE, seed=rank), involved
+
+
+def test_two_ranks_meet_each_others_pages_in_one_order_whatever_others_exchange_between(pools):
+    found = pools[4].run(exchange_in_batches_of_one)
+    assert [involved for _, involved in found][:3] == [[0, 2 * LOCAL], [LOCAL], [0, LOCAL, 2 * LOCAL]]
+    for differences, _ in found:
+        assert max(differences.values()) < 1e-4
