@@ -232,12 +232,13 @@ class Pager:
         device, slot_class = self.tiers.device, self.table.slot_class(page_id)
         source = int(self.table.slot[page_id])
         device.take(slot_class, slot)
-        device.tensor(slot_class, slot).copy_(device.tensor(slot_class, source))
+        before, after = (device.tensor(slot_class, place) for place in (source, slot))
+        after.copy_(before)
+        self.tiers.copier.released([before, after])  # whatever comes to the slot that is left waits for this copy
         self._left(page_id)
         self.table.shift(page_id, slot)
         device.free(slot_class, source)
         self._arrived(page_id, slot)
-        self.tiers.copier.released([self._tensors[page_id]])
         self.counts["pages_moved"] += 1
 
     def compact(self, slot_class: SlotClass, *, tight: bool = False) -> int:

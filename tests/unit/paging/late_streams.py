@@ -21,6 +21,7 @@ class LateEvent:
     def __init__(self, streams: "LateStreams", way: Way | None = None) -> None:
         self.streams, self.way = streams, way
         self.done = way is None
+        self.number = streams.marks
 
     def synchronize(self) -> None:
         self.streams.host_waits(self)
@@ -43,6 +44,7 @@ class LateStreams:
     seed: int | None = None
     compute_waited: int = 0
     host_waited: int = 0
+    marks: int = 0
     copies: list[Copied] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -51,6 +53,7 @@ class LateStreams:
         self._lock = threading.RLock()
 
     def mark(self) -> LateEvent:
+        self.marks += 1
         return LateEvent(self)
 
     def copy(

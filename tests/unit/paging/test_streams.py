@@ -127,6 +127,23 @@ def test_a_new_page_gets_a_slot_that_nothing_is_coming_to(tmp_path):
         assert not lease.page(0, 0).any()
 
 
+def test_a_slot_that_compaction_has_moved_a_page_out_of_is_filled_when_that_copy_is_past(tmp_path):
+    """Compute makes that copy; one that brings the next page to the slot is on another stream."""
+    streams = LateStreams()
+    pages = Pages(tmp_path, experts=4, slots=4, host_slots=4, copier=StreamCopier(streams))
+    pager, table = pages.manager.pager, pages.manager.table
+    pages.send_away(0)  # host memory
+    source, free = int(table.slot[pages.id(3)]), 0
+    pager.relocate(pages.id(3), free)
+    moved = streams.marks
+    pager.prefetch([pages.id(0)])
+    pages.jobs.complete_all()
+    pager.poll()
+    assert table.slot[pages.id(0)] == source, "the only free slot"
+    assert max(event.number for event in streams.copies[-1].after) >= moved
+    pages.check()
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_module_waits_for_one_event_and_for_none_where_all_is_there(tmp_path, prefetch):
     task = Task(modules=3, experts=6, active=6, clip=0.5, batch_bytes=1 << 20, evaluate=False, bias=False)
