@@ -75,9 +75,9 @@ class Flights(dict[int, Flight]):
         ended = 0 if self._mover is None else self._mover.ended  # first: one that ends meanwhile is seen the next time
         if ended == self._reaped:
             return
-        self._reaped = ended
         for page_id in [p for p, flight in self.items() if flight.future.done()]:
             self._land(page_id, page_id in stay)
+        self._reaped = ended  # not where one has failed: the others are looked at again
 
     def finish(self, page_id: int) -> None:
         """Waits for a page's flight; a leaving page stays in the device arena."""

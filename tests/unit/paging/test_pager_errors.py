@@ -44,6 +44,21 @@ def test_an_error_of_a_prefetch_that_nobody_waits_for_comes_up_at_the_next_visit
     assert pages.used == 2  # the slot it should have got is free again
 
 
+def test_what_ended_beside_a_job_that_failed_is_taken_back_although_no_other_ends(tmp_path):
+    pages = Pages(tmp_path, experts=3)
+    pages.send_away(0, 1)
+    break_page(pages, 0)
+    pager = pages.manager.pager
+    pager.prefetch([pages.id(0), pages.id(1)])
+    pages.jobs.complete_all()
+    with pytest.raises(PageIoError, match="expert 0, slice 0"):
+        pager.poll()
+    assert pager.flights
+    pager.poll()
+    assert not pager.flights
+    assert pages.tier(1) == "active"
+
+
 def test_wrong_bytes_are_never_handed_out_however_often_they_are_asked_for(tmp_path):
     pages = Pages(tmp_path, experts=3)
     pages.send_away(0)
