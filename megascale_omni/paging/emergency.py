@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from megascale_omni.paging.budget import Budget, share
+from megascale_omni.paging.budget import share
 from megascale_omni.paging.flights import FlightKind
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.memory import FreeMemory, MemoryProbe
@@ -71,7 +71,8 @@ def limits_for(states: Mapping[SlotClass, ClassState], missing: int) -> dict[Slo
     for kind in kinds:
         have = {c: max(0, kept[c] - max(state.floor, _least(state, kind))) for c, state in states.items()}
         nbytes = sum(count * c.nbytes for c, count in have.items())
-        part = 1.0 if nbytes <= missing else max(0, missing) / nbytes
+        missing = max(0, missing)  # a whole slot may have been more than was left
+        part = 1.0 if nbytes <= missing else missing / nbytes
         for c, count in have.items():
             given = min(count, math.ceil(count * part))
             kept[c] -= given
@@ -84,6 +85,15 @@ def _least(state: ClassState, kind: Literal["empty", "clean", "dirty"]) -> int:
     if kind == "empty":
         return state.used
     return state.used - state.clean - (state.dirty if kind == "dirty" else 0)
+
+
+def limits_raised(limits: Mapping[SlotClass, int], budget: Mapping[SlotClass, int], spare: int) -> dict[SlotClass, int]:
+    """Slots of each class where ``spare`` more bytes may be taken: never more than these, in proportion to what each
+    class has less than its ``budget``.
+    """
+    lacking = {c: max(0, budget[c] - slots) for c, slots in limits.items()}
+    nbytes = max(1, sum(slots * c.nbytes for c, slots in lacking.items()))
+    return {c: limits[c] + slots * min(spare, nbytes) // nbytes for c, slots in lacking.items()}
 
 
 def order_of_giving_up(candidates: Candidates) -> np.ndarray:
@@ -101,7 +111,7 @@ class Emergency:
         self._looked = -math.inf
         self._told = False
         self.lowered = False
-        """Whether the arena is smaller than its budget."""
+        """Whether an arena is smaller than its budget."""
 
     def look(self) -> None:
         """Asks how much memory is free, if it is time, and gives back what is missing. Between two groups of pages."""
@@ -155,7 +165,7 @@ class Emergency:
         if arena.device.type == "cuda":
             torch.cuda.empty_cache()
         elif missing > reserved - arena.bytes_reserved:
-            manager.limit_host(less_by=missing - reserved + arena.bytes_reserved)
+            self.lowered |= manager.limit_host(less_by=missing - reserved + arena.bytes_reserved)
         written, gone = (pager.counts[name] - before.get(name, 0) for name in ("bytes_written", "pages_evicted"))
         if gone or reserved > arena.bytes_reserved:
             pager.counts["emergencies"] += 1
@@ -193,15 +203,17 @@ class Emergency:
         spare = memory.free_bytes - math.ceil(RELIEF * self._least * memory.total_bytes) - promised
         if spare <= 0:
             return
-        budget = manager.options.device_budget.bytes_of(sum(n.pages * c.nbytes for c, n in needs.items()))
-        for slot_class, slots in share(Budget(nbytes=min(budget, allowed + spare)), needs).items():
+        budget = share(manager.options.device_budget, needs)
+        raised = limits_raised(limits, budget, spare)
+        for slot_class, slots in raised.items():
             if slots > limits[slot_class]:
                 arena.set_limit(slot_class, slots)
                 manager.pager.restart_shadow(slot_class)
-        if allowed + spare >= budget:
+        if all(raised[c] >= slots for c, slots in budget.items()):
             self.lowered = False
             manager.limit_host()
-            logger.info("device memory is free again: pages have their budget of %d MiB back", budget // MIB)
+            nbytes = sum(slots * c.nbytes for c, slots in budget.items())
+            logger.info("device memory is free again: pages have their budget of %d MiB back", nbytes // MIB)
 
     def _tell(self, missing: int, *, given: int, gone: int, written: int) -> None:
         """Once, until memory was free again in between."""

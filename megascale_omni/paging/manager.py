@@ -188,18 +188,19 @@ class ExpertManager:
             self.pager.evict_down(slot_class)
         self.limit_host()
 
-    def limit_host(self, *, less_by: int = 0) -> None:
+    def limit_host(self, *, less_by: int = 0) -> bool:
         """Gives slot classes their part of the host budget; or ``less_by`` bytes less than the host arena has now, if
-        no page in it is being worked on.
+        it has any and no page in it is being worked on. Whether it did.
         """
         host = self.pager.tiers.host
         if less_by and not (host.bytes_reserved and not self.pager.host.lent):
-            return
+            return False
         budget = Budget(nbytes=max(0, host.bytes_reserved - less_by)) if less_by else self.options.host_budget
         without_floors = {c: replace(need, floor=0) for c, need in class_needs(self._modules).items()}
         for slot_class, slots in share(budget, without_floors).items():
             host.set_limit(slot_class, slots)
             self.pager.host.shrink(slot_class)
+        return True
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 

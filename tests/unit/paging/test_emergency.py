@@ -7,12 +7,19 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale_omni.paging import tiers
 from megascale_omni.paging.budget import Budget
-from megascale_omni.paging.emergency import LOOK_SECONDS, ClassState, Emergency, limits_for, missing_bytes
+from megascale_omni.paging.emergency import (
+    LOOK_SECONDS,
+    ClassState,
+    Emergency,
+    limits_for,
+    limits_raised,
+    missing_bytes,
+)
 from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.memory import FreeMemory, _of_limits, _table
@@ -42,9 +49,10 @@ STATE = st.builds(
 
 
 @settings(max_examples=300, deadline=None)
-@given(STATE, STATE, st.integers(0, 60))
-def test_limits_give_back_what_is_missing_and_keep_floors(one, other, slots):
-    states, missing = {BF16: one, FP32: other}, slots * BF16.nbytes
+@given(STATE, STATE, st.integers(0, 60 * BF16.nbytes))
+@example(ClassState(10, 9, 2, 0, 9), ClassState(0, 0, 0, 0, 0), BF16.nbytes // 2)
+def test_limits_give_back_what_is_missing_and_keep_floors(one, other, missing):
+    states = {BF16: one, FP32: other}
     limits = limits_for(states, missing)
     given_back = can = 0
     for slot_class, state in states.items():
@@ -59,6 +67,18 @@ def test_limits_give_back_what_is_missing_and_keep_floors(one, other, slots):
     wrote = any(limits[c] < s.used - s.clean for c, s in states.items())
     spared = any(limits[c] > max(s.floor, s.used - s.clean) for c, s in states.items())
     assert not (wrote and spared)
+
+
+@settings(max_examples=100, deadline=None)
+@given(*[st.integers(0, 20)] * 4, st.integers(0, 60 * FP32.nbytes))
+@example(2, 10, 20, 10, 1)
+def test_no_more_is_given_back_than_is_free_whatever_each_class_has(one, other, most, most_of_other, spare):
+    limits, budget = {BF16: one, FP32: other}, {BF16: most, FP32: most_of_other}
+    raised = limits_raised(limits, budget, spare)
+    assert all(limits[c] <= raised[c] <= max(limits[c], budget[c]) for c in limits)
+    given_back = sum((raised[c] - limits[c]) * c.nbytes for c in limits)
+    lacking = sum(max(0, budget[c] - limits[c]) * c.nbytes for c in limits)
+    assert min(spare, lacking) - BF16.nbytes - FP32.nbytes < given_back <= spare or given_back == lacking <= spare
 
 
 def watched(folder, memory: list[FreeMemory], **options) -> Pages:
@@ -169,15 +189,17 @@ class TestPages:
         assert "is free again" in caplog.records[-1].message
         pages.check()
 
-    def test_host_memory_of_the_same_machine_shrinks_as_well(self, tmp_path):
-        """Without an accelerator, pages that left for host memory would have freed nothing."""
+    @pytest.mark.parametrize("slots", [8, 2])
+    def test_host_memory_of_the_same_machine_shrinks_as_well(self, tmp_path, slots):
+        """Without an accelerator, pages that left for host memory would have freed nothing. Two slots are the least."""
         memory = [short_of(100)]
         pages = watched(tmp_path, memory, host_slots=4)
         manager = pages.manager
         manager.options = PagingOptions(
-            device_budget=Budget(nbytes=8 * SLOT), host_budget=Budget(nbytes=4 * SLOT), disk_path=tmp_path
+            device_budget=Budget(nbytes=slots * SLOT), host_budget=Budget(nbytes=4 * SLOT), disk_path=tmp_path
         )
         pages.send_away(1, 3)
+        manager.share_budget()
         host = manager.pager.tiers.host
         assert host.bytes_reserved
         manager.upkeep.look()
