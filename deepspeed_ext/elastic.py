@@ -111,7 +111,7 @@ def load_elastic(engine: Any, folder: str | Path, *, tag: str | None = None) -> 
 
 def _configuration(engine: Any) -> dict[str, Any]:  # noqa: ANN401
     """What the run was configured with: the plug-in, DeepSpeed, and the model where it has a configuration."""
-    model = getattr(engine.module, "config", None)
+    model: Any = getattr(engine.module, "config", None)
     said = plain(model.to_dict() if hasattr(model, "to_dict") else model)
     return {
         "megascale": plain(engine.run.section.config),
