@@ -110,12 +110,13 @@ def load_elastic(engine: Any, folder: str | Path, *, tag: str | None = None) -> 
 
 
 def _configuration(engine: Any) -> dict[str, Any]:  # noqa: ANN401
-    """What the run was configured with: the plug-in, DeepSpeed, and the model where Hugging Face's says so."""
-    model = getattr(engine.module, "config", None)
+    """What the run was configured with: the plug-in, DeepSpeed, and the model where it has a configuration."""
+    model: Any = getattr(engine.module, "config", None)
+    said = plain(model.to_dict() if hasattr(model, "to_dict") else model)
     return {
         "megascale": plain(engine.run.section.config),
         "deepspeed": plain(engine._config._param_dict),
-        "model": plain(type(engine.module)) if model is None else plain(model.to_dict()),
+        "model": plain(type(engine.module)) if said is None else said,
     }
 
 

@@ -76,7 +76,7 @@ def everything_in_group_0(move: Move) -> Places:
 
 
 def without_experts(model_parameters: Iterable[Any], move: Move) -> tuple[list[Any], Places]:
-    """A list of parameters or of groups as ``deepspeed.initialize`` takes it, less what has move.
+    """A list of parameters or of groups as ``deepspeed.initialize`` takes it, less what moves.
 
     Raises:
         ValueError: a group of experts alone.

@@ -48,13 +48,13 @@ def frozen_state(dense: DenseIndex, of_ranks: Iterable[tuple[set[Part], set[Part
     for name in dense.tensors:
         if name.startswith(OPTIMIZER):
             by_key.setdefault(name.split(".", 2)[2], []).append(name)
-    found = []
+    found = set()  # parts of a parameter on several ranks have one step
     for key, box in model - stepped:
         for name in by_key.get(key, ()):
             shape = dense.tensors[name][0].global_shape
             at = box if len(shape) == len(box.shape) and not name.startswith(f"{OPTIMIZER}step.") else _step(box, shape)
             if dense.holds(name, at):
-                found.append(FrozenState(name, shape, at))
+                found.add(FrozenState(name, shape, at))
     return sorted(found, key=lambda part: (part.name, part.box.offset))
 
 

@@ -213,7 +213,8 @@ def _step_piece(place: KeyPlace, step: torch.Tensor, start: int | None) -> Tenso
     lead = place.prepended or 1
     box = Box(place.box.offset[:lead] if place.prepended else (0,), (1,) * lead)
     shape = place.global_shape[:lead] if place.prepended else (1,)
-    writes = place.main if start is None else place.main_but_for_data and start == 0
+    first = not any(place.box.offset[place.prepended :])  # of the ranks that tensor parallelism cuts it for
+    writes = first and (place.main if start is None else place.main_but_for_data and start == 0)
     name = f"{OPTIMIZER}step.{place.key}"
     return TensorPiece(name, shape, box, step.detach().view((1,) * lead), writes=writes, live=False)
 

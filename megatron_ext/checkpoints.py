@@ -164,11 +164,12 @@ class PagedCheckpoints:
     ) -> Position | None:
         """Loads the newest whole checkpoint, or the one named ``tag``, in place; None where there is none.
 
-        ``check`` may refuse a position before anything is loaded.
+        A save under way is waited for. ``check`` may refuse a position before anything is loaded.
 
         Raises:
             CheckpointError: damaged. ValueError: it does not fit; nothing has been loaded then.
         """
+        self.finish()
         opened = self._checkpointer.open(tag)
         if opened is None:
             return None

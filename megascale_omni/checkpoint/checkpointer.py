@@ -63,6 +63,8 @@ class Checkpointer:
         self._writer = WriterThread(cpus)
         self._pending: Pending | None = None
         self._base: Base | None = None
+        self._mark = object()
+        """In page tables whose ``changed`` is since this object's last save or load."""
         self.last_stall_seconds = 0.0
         self.last_staged_bytes = 0
 
@@ -142,7 +144,8 @@ class Checkpointer:
         self.store.release()
 
     def _begin(self, state: RankState, request: SaveRequest, *, beside: bool) -> Pending:
-        draft, base = self._draft(request)
+        draft, base = self._draft(request, state.experts)
+        self._mark_tables(state.experts)
         snapshot = Snapshot(limit_bytes=self.staging_bytes) if beside else None
         submit = self._writer.submit if beside else at_once
         files = RankFiles()
@@ -157,23 +160,16 @@ class Checkpointer:
             written = submit(lambda: files.write(snapshot))
         return Pending(request, draft, written, files, state.experts, base, submit, snapshot)
 
-    def _draft(self, request: SaveRequest) -> tuple[Path, Base | None]:
+    def _draft(self, request: SaveRequest, experts: Sequence[ExpertsPiece]) -> tuple[Path, Base | None]:
         """Makes the draft; with it the base that all ranks have, where the checkpoint may be an increment."""
-        draft, error = self.store.draft_of(request.tag), None
-        if self.ranks.rank == 0:
-            try:
+        draft, error, base = self.store.draft_of(request.tag), None, None
+        try:
+            if self.ranks.rank == 0:
                 self.store.draft(request.tag, [mpu_folder(DENSE_MPU), mpu_folder(EXPERTS_MPU)])
-            except (OSError, ValueError) as failed:
-                error = described(failed)
-                self.store.release()
-        base = None if request.full else self._base
-        if base is not None and request.tag in (base.found.manifest.tag, *base.found.manifest.needs):
-            base = None  # it takes the place of what it would refer to
-        if base is not None and self.ranks.rank == 0 and not self.store.holds(base.found):
-            logger.warning(
-                "%s no longer has what this run saved or loaded there: %s is saved whole", self.store.root, request.tag
-            )
-            base = None
+            base = None if request.full else self._base_for(request.tag, experts)
+        except (OSError, ValueError) as failed:
+            error = described(failed)
+            self.store.release()
         known = None if base is None else base.found.checksum
         answers = self.ranks.gather((error, known))
         problem = first_of([error for error, _ in answers])
@@ -181,6 +177,24 @@ class Checkpointer:
             raise SaveError(self._sentence(request, problem))
         bases = {known for _, known in answers}
         return draft, base if len(bases) == 1 else None
+
+    def _base_for(self, tag: str, experts: Sequence[ExpertsPiece]) -> Base | None:
+        """What this rank knows of a checkpoint that the one of ``tag`` may be an increment on."""
+        base = self._base
+        if base is None or tag in (base.found.manifest.tag, *base.found.manifest.needs):
+            return None  # it takes the place of what it would refer to
+        if any(piece.experts.manager.table.changed_since is not self._mark for piece in experts):
+            return None  # another folder's save or load came after it
+        if self.ranks.rank == 0 and not self.store.holds(base.found):
+            logger.warning(
+                "%s no longer has what this run saved or loaded there: %s is saved whole", self.store.root, tag
+            )
+            return None
+        return base
+
+    def _mark_tables(self, experts: Iterable[ExpertsPiece]) -> None:
+        for piece in experts:
+            piece.experts.manager.table.changed_since = self._mark
 
     def _sentence(self, request: SaveRequest, problem: str) -> str:
         return f"the checkpoint {self.store.root / request.tag} could not be written: {problem}"
@@ -237,12 +251,16 @@ class Checkpointer:
     def load(
         self, opened: Opened, state: RankState, *, with_optimizer: bool = True, ignored: Sequence[str] = ()
     ) -> None:
-        """See :func:`megascale_omni.checkpoint.opening.load_state`.
+        """See :func:`megascale_omni.checkpoint.opening.load_state`. A save under way is waited for.
 
         The next checkpoint may be an increment on one that was loaded whole from this folder: see [Note: what is not
         stored].
         """
+        problem = self.finish()  # it is of the state that this would replace
+        if problem is not None and self.ranks.rank == 0:
+            logger.error("%s", problem)
         self._base = None
+        self._mark_tables(state.experts)
         load_state(opened, state, self.ranks, with_optimizer=with_optimizer, ignored=ignored)
         tag = opened.manifest.tag
         if with_optimizer and opened.folder == self.store.root / tag:

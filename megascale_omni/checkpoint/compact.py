@@ -37,12 +37,10 @@ def make_whole(opened: Opened, root: Path, tag: str | None = None, *, files: Fil
     in_place = final.exists() and final.resolve() == opened.folder.resolve()
     if final.exists() and not in_place:
         raise ValueError(f"{final} is there already; give another folder, or a name with --tag")
-    needing = [f.folder.name for f in list_checkpoints(root)[0] if tag in f.manifest.needs]
-    if needing:
-        raise ValueError(f"{final} is needed as it is by {', '.join(needing)}; make the newest of these whole instead")
     store.draft(tag, [mpu_folder(DENSE_MPU), mpu_folder(EXPERTS_MPU)])
     draft = store.draft_of(tag)
     try:
+        _refuse_what_has_changed(opened, root, tag, in_place=in_place)
         manifest = replace(
             opened.manifest,
             tag=tag,
@@ -61,6 +59,18 @@ def make_whole(opened: Opened, root: Path, tag: str | None = None, *, files: Fil
     finally:
         store.release()
     return final
+
+
+def _refuse_what_has_changed(opened: Opened, root: Path, tag: str, *, in_place: bool) -> None:
+    """Now that no run saves there: what one may have done since the checkpoint was opened."""
+    found = list_checkpoints(root)[0]
+    needing = [f.folder.name for f in found if tag in f.manifest.needs]
+    if needing:
+        raise ValueError(
+            f"{root / tag} is needed as it is by {', '.join(needing)}; make the newest of these whole instead"
+        )
+    if in_place and opened.checksum not in [f.checksum for f in found if f.folder.name == tag]:
+        raise ValueError(f"{root / tag} is another checkpoint by now: a run has saved to the folder; try again")
 
 
 def _tidy(store: Store, manifest: Manifest, *, in_place: bool) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="to hf: whose configuration and tokenizer to copy; --names megatron: a checkpoint of the run that goes on",
     )
     parser.add_argument("--style", help="from hf, deepspeed: how experts' tensors lie, where shapes do not tell")
-    parser.add_argument("--page-size", default="16MiB", help="to paged: largest page (default 16MiB)")
+    parser.add_argument("--page-size", help="from other formats to paged: largest page (default 16MiB)")
 
 
 def format_of(folder: Path) -> str:
@@ -73,9 +73,15 @@ def run(args: argparse.Namespace) -> int:
     from megascale_omni.config import parse_bytes
 
     found = format_of(args.source)
-    page_bytes = parse_bytes(args.page_size, key="--page-size")
+    page_bytes = parse_bytes(args.page_size or "16MiB", key="--page-size")
     if args.names is not None and (found, args.to) != (PAGED, PAGED):
         raise ValueError(f"--names is for a checkpoint that is {PAGED} before and after; {args.source} is {found}")
+    for flag in ("page_size", "style") if found == args.to == PAGED else ():
+        if getattr(args, flag) is not None:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} has no effect from {PAGED} to {PAGED}: pages stay as they are, and are "
+                "cut anew when a run loads them; leave it out"
+            )
     if found == args.to != PAGED:
         raise ValueError(f"{args.source} is {found} already")
     if PAGED not in (found, args.to):

@@ -35,7 +35,8 @@ class PageTable:
     Columns: ``tier`` (TierKind), ``slot`` (in that tier's arena; -1 elsewhere), ``dirty`` (the disk does not hold the
     current bytes), ``pins`` (leases that hold the page), ``last_step`` (last optimizer step applied, kept in the weight
     plane's row), ``last_use`` (a counter), ``class_index`` (slot class, -1 unknown), ``disk_offset`` (its place in the
-    disk file, -1 none), ``changed`` (since the last checkpoint). ``readers``: other threads that want pages to stay.
+    disk file, -1 none), ``changed`` (since the last checkpoint that was saved or loaded; ``changed_since``: by whom).
+    ``readers``: other threads that want pages to stay.
     """
 
     def __init__(self, numbering: PageNumbering) -> None:
@@ -51,6 +52,7 @@ class PageTable:
         self.class_index = np.zeros(0, dtype=np.int16)
         self.disk_offset = np.zeros(0, dtype=np.int64)
         self.changed = np.zeros(0, dtype=np.bool_)
+        self.changed_since: object = None
         self.readers = Readers()
 
     def grow(self) -> None:

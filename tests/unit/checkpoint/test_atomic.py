@@ -95,6 +95,20 @@ def test_the_first_checkpoint_is_whole_or_not_there(tmp_path):
     assert crash_after > 15
 
 
+def test_what_a_run_has_replaced_meanwhile_is_not_made_whole(tmp_path):
+    run, checkpoints = Run(0, Layout()), Checkpointer(tmp_path)
+    checkpoints.save(run.state(), SaveRequest(tag="t", step=0))
+    opened = Checkpointer(tmp_path).open("t")
+    assert opened is not None
+    run.step(1, touched(1))
+    checkpoints.save(run.state(), SaveRequest(tag="t", step=1))
+    expected = contents(tmp_path)
+    with pytest.raises(ValueError, match="t is another checkpoint by now"):
+        make_whole(opened, tmp_path)
+    assert different(expected, contents(tmp_path)) == []
+    assert not list(tmp_path.glob(".draft*"))
+
+
 def test_a_crash_while_an_increment_is_made_whole_loses_nothing(tmp_path):
     source, run = tmp_path / "source", Run(0, Layout())
     checkpoints = Checkpointer(source)

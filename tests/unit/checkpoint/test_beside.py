@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascale_omni.checkpoint.checkpointer import Checkpointer, SaveRequest, writes_announced
+from megascale_omni.checkpoint.checkpointer import Checkpointer, SaveError, SaveRequest, writes_announced
 from megascale_omni.checkpoint.filesystem import LocalFileSystem
 from megascale_omni.checkpoint.manifest import verify
 from megascale_omni.checkpoint.store import list_checkpoints
@@ -221,6 +221,58 @@ def test_weights_alone_and_another_folder_are_no_base(tmp_path):
         target.load(opened, run.state(), with_optimizer=with_optimizer)
         target.save(run.state(), SaveRequest(tag=name, step=3, full=False))
         assert {f.manifest.tag: f.manifest.kind for f in list_checkpoints(tmp_path / folder)[0]}[name] == "full"
+
+
+@pytest.mark.parametrize("other", ["a save", "a load"])
+def test_what_another_folder_has_is_not_looked_for_in_this_one(tmp_path, other):
+    """Pages know only whether they have changed since the last checkpoint of any folder."""
+    run, here, there = at_step(4), Checkpointer(tmp_path / "a"), Checkpointer(tmp_path / "b")
+    there.save(at_step(2).state(), SaveRequest(tag="t2", step=2))
+    here.save(run.state(), SaveRequest(tag="t4", step=4))
+    if other == "a save":
+        run.step(5, touched(5))
+        there.save(run.state(), SaveRequest(tag="t5", step=5))
+    else:
+        load_newest(there, run)
+    steps = run.adam.num_steps
+    here.save(run.state(), SaveRequest(tag="next", step=steps, full=False))
+    assert_same(load(tmp_path / "a", "next"), at_step(steps))
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_load_waits_for_the_save_under_way(tmp_path, fail, caplog):
+    """What is being saved is of the state that is replaced, and no base of what comes after it."""
+    Checkpointer(tmp_path).save(at_step(2).state(), SaveRequest(tag="t2", step=2))
+    run, files = at_step(4), SlowFiles(stop_at=4, fail=fail)
+    checkpoints = Checkpointer(tmp_path, files=files)
+    with writes_announced(checkpoints, run.state().experts):
+        assert checkpoints.save_beside(run.state(), SaveRequest(tag="t4", step=4)) is None
+        assert files.reached.wait(TIMEOUT_SECONDS)
+        threading.Timer(0.05, files.go.set).start()
+        load_newest(checkpoints, run, tag="t2")
+        assert not checkpoints.is_writing
+        checkpoints.save(run.state(), SaveRequest(tag="next", step=2, full=False))
+    checkpoints.close()
+    assert ("t4 could not be written: OSError" in caplog.text) == fail
+    for tag, steps in {"next": 2, **({} if fail else {"t4": 4})}.items():
+        assert_same(load(tmp_path, tag), at_step(steps))
+
+
+def test_a_folder_that_cannot_be_read_fails_the_save_on_every_rank(tmp_path, monkeypatch):
+    ranks = ThreadRanks(2)
+
+    def twice(rank) -> str:
+        run, checkpoints = Run(rank.rank, Layout(2, ep=2)), Checkpointer(tmp_path, ranks=rank)
+        checkpoints.save(run.state(), SaveRequest(tag="a", step=0))
+        monkeypatch.setattr(checkpoints.store, "holds", unreadable)
+        with pytest.raises(SaveError, match="Stale file handle") as error:
+            checkpoints.save(run.state(), SaveRequest(tag="b", step=0, full=False))
+        return str(error.value)
+
+    def unreadable(base) -> bool:
+        raise OSError(116, "Stale file handle")
+
+    assert len(set(ranks.run(twice))) == 1
 
 
 def test_a_base_that_is_gone_meanwhile_is_not_referred_to(tmp_path, caplog):

@@ -86,6 +86,9 @@ def test_what_others_need_stays_as_it_is(store, tmp_path, capsys):
     assert "t3 is needed as it is by t4; make the newest of these whole instead" in capsys.readouterr().err
     assert cli.main(["checkpoint", "convert", str(store / "t4"), str(store), "--to", "paged", "--tag", "t2"]) == 1
     assert "t2 is there already; give another folder, or a name with --tag" in capsys.readouterr().err
+    cut = ["--to", "paged", "--page-size", "64KiB"]
+    assert cli.main(["checkpoint", "convert", str(store / "t4"), str(store), *cut]) == 1
+    assert "--page-size has no effect from paged to paged" in capsys.readouterr().err
     assert "damaged" not in said(capsys, "verify", store)
     assert not list(store.glob(".draft*"))
 
