@@ -20,6 +20,7 @@ from deepspeed_ext.native import common_ranks, moe_layers, plan_native_experts
 from deepspeed_ext.parameters import Places, everything_in_group_0, take_out_of, watched, without_experts
 from deepspeed_ext.run import Run, run_for
 from deepspeed_ext.stepping import add_state, refuse_optimizer
+from megascale_omni.ranks import all_or_none
 
 
 @dataclass
@@ -64,16 +65,22 @@ def planned(
     """
     built = [module for module in model.modules() if isinstance(module, DeepSpeedExperts)]
     run = _run(model, built, section, config)
-    try:
+    steps = optimizer is not None or bool(config.get("optimizer"))
+
+    def here() -> Start:
         start = _start(model, run, built, config, optimizer, model_parameters)
         _refuse_no_experts(start.modules, section)
         _refuse_experts_alone(model, start, config)
-        if optimizer is not None or config.get("optimizer"):
+        if steps:
             refuse_optimizer(optimizer, config)
-            stepped = [experts for experts in start.move.modules if start.places.binding(experts) is not None]
-            add_state(run, stepped)
-            _refuse_misfit_clipping(model, start, section, config)
+            add_state(run, [e for e in start.move.modules if start.places.binding(e) is not None])
         run.check_budget()
+        return start
+
+    try:
+        start = all_or_none(here)  # machines differ in memory and folders, and ranks in what they were given
+        if steps:
+            _refuse_misfit_clipping(model, start, section, config)
     except BaseException:
         if not built:
             run.close()

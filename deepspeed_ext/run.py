@@ -18,6 +18,7 @@ from megascale_omni.heat.observation import Observation
 from megascale_omni.paging.available import paging_options
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager
+from megascale_omni.ranks import all_or_none
 from megascale_omni.schedule import Schedule
 
 
@@ -111,14 +112,21 @@ def run_for(section: Section, *, expert_parallel_size: int | None = None) -> Run
     """A run on the device and the ranks of this job. A collective.
 
     Raises:
-        ValueError: a number of ranks that does not divide the job's.
+        ValueError: a number of ranks that does not divide the job's; on every rank what one of them cannot do.
     """
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
     ranks = _ranks(expert_parallel_size or section.expert_parallel_size)
-    with said_in_json():
-        return Run.create(section, device=device, ranks=ranks)
+    made: list[Run] = []
+    try:
+        with said_in_json():
+            all_or_none(lambda: made.append(Run.create(section, device=device, ranks=ranks)))
+    except BaseException:
+        for run in made:  # another rank has none
+            run.close()
+        raise
+    return made[0]
 
 
 def _ranks(size: int) -> Ranks:

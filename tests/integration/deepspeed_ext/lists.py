@@ -163,6 +163,19 @@ def _initialise(way: str) -> None:
                 assert all(a is b for a, b in zip(group["params"], members, strict=True))
 
 
+def refusals_of_one_rank(rank: int, world: int, *, ways: list[str]) -> list[str]:
+    """What each rank is told where the last one alone has the mistake."""
+    found = []
+    for way in ways:
+        try:
+            _initialise(way if rank == world - 1 else "as it is")
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("not refused")
+    return found
+
+
 def frozen(rank: int, world: int) -> dict[str, bool]:
     """Experts that do not train."""
     with fresh_deepspeed():

@@ -40,6 +40,14 @@ def test_what_cannot_be_is_refused_by_name(pools: Pools) -> None:
         assert re.search(expected, message), f"{expected}: {message}"
 
 
+def test_what_one_rank_cannot_do_is_refused_by_all(pools: Pools) -> None:
+    ways = ["no_folder", "budget", "stepped"]
+    first, second = pools[2].run(lists.refusals_of_one_rank, ways=ways)
+    assert first == second
+    for message, way in zip(first, ways, strict=True):
+        assert re.search(rf"{REFUSED[way]}.*\(rank 1\)$", message, re.DOTALL), f"{way}: {message}"
+
+
 def test_frozen_experts_stay_what_they_are(pools: Pools) -> None:
     (found,) = pools[1].run(lists.frozen)
     assert found == {"experts moved": False, "rest moved": True, "paged": True}
