@@ -20,6 +20,7 @@ from megascale_omni.kernels.paged_slice_sum import Matrix, launch_slice_sum
 from megascale_omni.kernels.paged_weight_gradient import launch_weight_gradient
 from megascale_omni.kernels.permute_rows import sum_by_token
 from megascale_omni.kernels.probs_gradient import launch_probs_gradient
+from megascale_omni.kernels.segments import DTYPES
 from megascale_omni.kernels.tiles import product_tiles
 from megascale_omni.kernels.wave import WaveItem, WaveTables, wave_tables
 from megascale_omni.paging.leases import Lease, Wave
@@ -28,8 +29,6 @@ from megascale_omni.paging.planes import Plane
 if TYPE_CHECKING:
     from megascale_omni.experts.function import ExpertsContext
     from megascale_omni.experts.rows import Rows
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend:
@@ -97,8 +96,8 @@ class _Call:
         index_N: torch.Tensor | None,
     ) -> None:
         layout = context.layout
-        if dtype not in _DTYPES:
-            raise ValueError(f"tokens: dtype {dtype}, the kernels have {', '.join(map(str, _DTYPES))}")
+        if dtype not in DTYPES:
+            raise ValueError(f"tokens: dtype {dtype}, the kernels have {', '.join(map(str, DTYPES))}")
         weights = context.module.dtypes[Plane.WEIGHT]
         if weights is not dtype:
             raise ValueError(f"tokens: dtype {dtype}, the weights of this module have {weights}")

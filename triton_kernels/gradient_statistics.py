@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.segments import (
+    DTYPES,
     all_aligned,
     blocks_of,
     count_at,
@@ -23,7 +24,6 @@ BLOCK = 1024
 CHUNK = 16 * BLOCK
 """Elements of a program; the partial sums of a chunk are one row."""
 COLUMNS = ("n", "sum", "abs", "squares", "max", "non_finite", "non_zero")
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 NUM_COLUMNS = tl.constexpr(len(COLUMNS))
 
 
@@ -105,7 +105,7 @@ def statistics_of_groups(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tens
         raise ValueError("groups: no gradient in any of them")
     device, dtype = same_device("gradient", gradients), gradients[0].dtype
     for gradient in gradients:
-        require_flat("gradient", gradient, dtypes=(dtype,) if dtype in _DTYPES else tuple(_DTYPES))
+        require_flat("gradient", gradient, dtypes=(dtype,) if dtype in DTYPES else tuple(DTYPES))
     table = np.asarray([[g.data_ptr(), g.numel()] for g in gradients], dtype=np.int64)
     chunks = blocks_of(table[:, 1], CHUNK)
     group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])[chunks[:, 0]]
@@ -118,7 +118,7 @@ def statistics_of_groups(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tens
             segments_table,
             chunks_table,
             partials,
-            GRADIENT=_DTYPES[dtype],
+            GRADIENT=DTYPES[dtype],
             ALIGNED=all_aligned(table),
             CHUNK=CHUNK,
             BLOCK=BLOCK,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megascale_omni.kernels.segments import (
+    DTYPES,
     all_aligned,
     blocks_of,
     count_at,
@@ -27,7 +28,6 @@ _SEGMENT_COLUMNS = 8
 _SCALARS = 8
 COLUMNS = tl.constexpr(_SEGMENT_COLUMNS)
 SCALARS = tl.constexpr(_SCALARS)
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize_on_alignment=["segments", "blocks", "records"])
@@ -164,11 +164,11 @@ def _check(segment: AdamSegment) -> None:
             require_flat(name, tensor, dtypes=(torch.float32,), numel=numel)
     for name, tensor in (("g", segment.g), ("weight", segment.weight)):
         if tensor is not None:
-            require_flat(name, tensor, dtypes=tuple(_DTYPES), numel=numel)
+            require_flat(name, tensor, dtypes=tuple(DTYPES), numel=numel)
 
 
 def _one_dtype(name: str, tensors: Sequence[torch.Tensor | None]) -> tl.dtype | None:
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) > 1:
         raise ValueError(f"{name}: dtypes {', '.join(sorted(map(str, dtypes)))} in one call, must be one")
-    return _DTYPES[dtypes.pop()] if dtypes else None
+    return DTYPES[dtypes.pop()] if dtypes else None

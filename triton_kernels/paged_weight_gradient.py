@@ -9,14 +9,11 @@ import triton.language as tl
 from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.paged_fc1 import PageShape, block_of, neurons_of, precision_of, source_of
 from megascale_omni.kernels.paged_slice_sum import Matrix
-from megascale_omni.kernels.segments import pointer_to
+from megascale_omni.kernels.segments import DTYPES, pointer_to
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tile_of
 from megascale_omni.kernels.wave import ITEM_COLUMNS, WaveTables
 
 COLUMNS = tl.constexpr(ITEM_COLUMNS)
-
-
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(
@@ -137,7 +134,7 @@ def launch_weight_gradient(
         wave.num_items,
         row_tiles,
         columns,
-        GRADIENT=_DTYPES[gradient],
+        GRADIENT=DTYPES[gradient],
         WIDE=wide,
         SKIP=shape.wide if matrix == "down" else 0,
         INDEX=index is not None,

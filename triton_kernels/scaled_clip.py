@@ -11,6 +11,7 @@ import triton.language as tl
 
 from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.segments import (
+    DTYPES,
     all_aligned,
     blocks_of,
     count_at,
@@ -21,7 +22,6 @@ from megascale_omni.kernels.segments import (
 )
 
 BLOCK = 2048
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize_on_alignment=["segments", "blocks"])
@@ -56,7 +56,7 @@ def scale_groups(groups: Sequence[Sequence[torch.Tensor]], coefficients: torch.T
     device, dtype = same_device("gradient", gradients), gradients[0].dtype
     require("coefficients", coefficients, dtype=torch.float32, device=device, shape=(len(groups),))
     for gradient in gradients:
-        require_flat("gradient", gradient, dtypes=(dtype,) if dtype in _DTYPES else tuple(_DTYPES))
+        require_flat("gradient", gradient, dtypes=(dtype,) if dtype in DTYPES else tuple(DTYPES))
     table = np.asarray(
         [[g.data_ptr(), g.numel(), number] for number, group in enumerate(groups) for g in group], dtype=np.int64
     )
@@ -65,7 +65,7 @@ def scale_groups(groups: Sequence[Sequence[torch.Tensor]], coefficients: torch.T
         scaled_clip[(len(blocks),)](
             *upload(device, table, blocks),
             coefficients,
-            GRADIENT=_DTYPES[dtype],
+            GRADIENT=DTYPES[dtype],
             ALIGNED=all_aligned(table[:, :2]),
             BLOCK=BLOCK,
         )

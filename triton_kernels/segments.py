@@ -16,6 +16,8 @@ import triton.language as tl
 from megascale_omni.kernels.checks import ALIGNMENT, require_reachable
 
 MULTIPLE = tl.constexpr(ALIGNMENT)
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Of weights, tokens and gradients: torch's name and Triton's."""
 
 
 @triton.jit

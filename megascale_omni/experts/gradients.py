@@ -276,8 +276,7 @@ class ExpertGradients:
                 f"{experts.path}: more is asked of gradients than was measured before they were used; {OFF}"
             )
         for name, page in self.pages(experts, names=missing):
-            if not self._stays_there(experts, name, page, checks=False):
-                self._statistics[experts, name] = self._measure(experts, page)
+            self._take_statistics(experts, name, page)
         self._read()
         return [(name, self._statistics[experts, name]) for name in owned]
 
@@ -285,6 +284,11 @@ class ExpertGradients:
         if found is None or (self.takes_norms and found.squares is None):
             return False
         return not (self.counts_zeros and found.nonzeros is None) and not (self.takes_sums and found.sums is None)
+
+    def _take_statistics(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
+        """Measures a page that was checked already, where it is if the backend can."""
+        if not self._stays_there(experts, name, page, checks=False):
+            self._statistics[experts, name] = self._measure(experts, page)
 
     def _measure(self, experts: PagedExperts, page: torch.Tensor) -> PageStatistics:
         """Of one page, flat, in its own dtype."""
@@ -357,8 +361,7 @@ class ExpertGradients:
             with experts.lease(Plane.GRADIENT, [name]) as lease:
                 lease.page(*name).copy_(total)
                 lease.mark_dirty()
-            if not self._stays_there(experts, name, total, checks=False):
-                self._statistics[experts, name] = self._measure(experts, total)
+            self._take_statistics(experts, name, total)
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self._non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
