@@ -15,7 +15,7 @@ from megascale_omni.kernels.gradient_statistics import statistics_of_groups
 from megascale_omni.kernels.page_checksum import page_checksums
 from megascale_omni.kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
-from megascale_omni.kernels.permute_rows import permute, sum_by_token, unpermute, weight_gradient
+from megascale_omni.kernels.permute_rows import permute, sum_by_token, sum_segments, unpermute, weight_gradient
 from megascale_omni.kernels.scaled_clip import scale_groups
 from tests.unit.kernels.test_products import TAKES
 from tests.unit.optimizer.test_arithmetic import records
@@ -47,7 +47,7 @@ def adam(t: Tensors) -> None:
 
 
 PAGES: dict[str, tuple[int, ...]] = {"first": (32,), "second": (32,)}
-ROWS = {"position": torch.int64, "source": torch.int64, "index": torch.int32, "wire": torch.bfloat16}
+ROWS = {"position": torch.int64, "source": torch.int64, "index": torch.int32, "order": torch.int64, "starts": torch.int64, "wire": torch.bfloat16}
 WRAPPERS = {
     "copy_pages": Wrapper(
         lambda t: copy_pages([t["first"]], [t["second"]]), PAGES,
@@ -99,9 +99,13 @@ WRAPPERS = {
     "sum_by_token": Wrapper(
         lambda t: sum_by_token(t["y"], t["index"], 2), {"y": (3, 8), "index": (3,)}, ROWS, called={"y": "(y|index)"}
     ),
+    "sum_segments": Wrapper(
+        lambda t: sum_segments(t["y"], t["order"], t["starts"]), {"y": (3, 8), "order": (3,), "starts": (2,)}, ROWS,
+        called={"y": "(y|order)"}, any_length=("starts",),
+    ),
     "launch_adam": Wrapper(adam, dict.fromkeys(("p", "m", "v", "g", "weight"), (32,)), called={"p": "(p|m)"}),
 }  # fmt: skip
-HELPERS = {"checks", "segments", "interpreter", "tiles", "wave", "backend"}
+HELPERS = {"checks", "segments", "interpreter", "tiles", "wave", "backend", "bulk", "weighted_outputs"}
 
 
 def test_every_public_function_that_takes_tensors_is_here_or_among_the_products():
