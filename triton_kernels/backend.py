@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascale_omni.experts.rows import ComingRows, Rows
 from megascale_omni.kernels.gradient_statistics import statistics_of_groups
 from megascale_omni.kernels.interpreter import is_interpreted, repair
 from megascale_omni.kernels.paged_activation_backward import launch_activation_backward
@@ -23,14 +24,15 @@ from megascale_omni.kernels.probs_gradient import launch_probs_gradient
 from megascale_omni.kernels.segments import DTYPES
 from megascale_omni.kernels.tiles import product_tiles
 from megascale_omni.kernels.wave import WaveItem, WaveTables, wave_tables
-from megascale_omni.paging.leases import Lease, Wave
+from megascale_omni.kernels.wave_schedule import whole_wave_tables
+from megascale_omni.paging.layout import PageLayout
+from megascale_omni.paging.leases import Lease, Wave, WholeWave
 from megascale_omni.paging.planes import Plane
 
 if TYPE_CHECKING:
     from megascale_omni.experts.backends import BackwardCall
     from megascale_omni.experts.combine import Combine
     from megascale_omni.experts.function import ExpertsContext
-    from megascale_omni.experts.rows import Rows
 
 
 class TritonBackend:
@@ -48,10 +50,14 @@ class TritonBackend:
         if is_interpreted():
             repair()
 
+    def schedules(self, layout: PageLayout) -> bool:
+        """See the protocol; what biases need is summed by torch, expert by expert."""
+        return not layout.shape.bias
+
     def forward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         x_Nh: torch.Tensor,
         probs_N: torch.Tensor | None,
         *,
@@ -65,7 +71,7 @@ class TritonBackend:
     def backward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
         needs: tuple[bool, bool],
@@ -102,7 +108,7 @@ class Call:
         self,
         backend: TritonBackend,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         dtype: torch.dtype,
         index_N: torch.Tensor | None,
     ) -> None:
@@ -112,15 +118,37 @@ class Call:
         weights = context.module.dtypes[Plane.WEIGHT]
         if weights is not dtype:
             raise ValueError(f"tokens: dtype {dtype}, the weights of this module have {weights}")
-        self.context, self.rows, self.dtype, self.index = context, rows, dtype, index_N
+        self.context, self._rows, self.dtype, self.index = context, rows, dtype, index_N
         self.debug = backend.debug
         self.shape = PageShape(layout.shape.hidden, context.activation, layout.shape.bias)
         self.tiles = product_tiles(dtype, backend.device)
         self.last = layout.num_slices - 1
-        self._cut = max(rows.counts, default=0) if self.last else 0
+        self._cut = max(self.rows.counts, default=0) if self.last and not isinstance(rows, ComingRows) else 0
 
-    def tables(self, wave: Wave, *, item_rows: int) -> WaveTables:
+    @property
+    def rows(self) -> Rows:
+        """Where the rows of every expert are, which the host must know."""
+        if isinstance(self._rows, ComingRows):
+            raise RuntimeError("numbers of tokens are on their way to the host, and something asks for them")
+        return self._rows
+
+    def tables(self, wave: Wave | WholeWave, *, item_rows: int) -> WaveTables:
         """The wave as the kernels read it."""
+        if isinstance(wave, Wave):
+            return self._tables(wave, item_rows=item_rows)
+        assert isinstance(self._rows, ComingRows)
+        return whole_wave_tables(
+            self._rows.coming.on_device,
+            wave.weights_I,
+            wave.gradients_I,
+            wave.written_E,
+            layout=self.context.layout,
+            num_rows=self._rows.num_rows,
+            item_rows=item_rows,
+            chain_rows=self.tiles.slice_sum.m,
+        )
+
+    def _tables(self, wave: Wave, *, item_rows: int) -> WaveTables:
         layout, rows = self.context.layout, self.rows
         weights, gradients = wave.leases[Plane.WEIGHT], wave.leases.get(Plane.GRADIENT)
         items = []
@@ -187,7 +215,7 @@ class TritonForward:
         self._output = _SliceSums(call, "output", "down", y_Nh)
         self._down_biases = _DownBiases(call)
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """See the protocol."""
         call = self._call
         tables = call.tables(wave, item_rows=call.tiles.fc1.m)
@@ -235,13 +263,14 @@ class TritonBackward:
             self.gprobs_N = torch.zeros_like(probs_N, dtype=torch.float32)
         self._inputs = None if gx_Nh is None else _SliceSums(call, "input_gradient", "fc1", gx_Nh)
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """See the protocol."""
-        call, gradients = self._call, wave.leases.get(Plane.GRADIENT)
+        call = self._call
+        wanted = (wave.gradients_I if isinstance(wave, WholeWave) else wave.leases.get(Plane.GRADIENT)) is not None
         tile = call.tiles.activation_backward
         tables = call.tables(wave, item_rows=tile.m)
         grad_pre = call.take("grad_pre", call.shape.wide * tables.block)
-        activated = None if gradients is None else call.take("activated", tables.block)
+        activated = call.take("activated", tables.block) if wanted else None
         partials = None
         if self.gprobs_N is not None:
             n_tiles = -(-tables.neurons // tile.n)
@@ -259,8 +288,13 @@ class TritonBackward:
             tile=tile,
             debug=call.debug,
         )
-        if gradients is not None and activated is not None:
-            self._weight_gradients(wave, gradients, activated, grad_pre, tables)
+        if activated is not None:
+            self._weight_gradients(activated, grad_pre, tables)
+            if isinstance(wave, Wave):
+                gradients = wave.leases[Plane.GRADIENT]
+                if call.shape.bias:
+                    self._bias_gradients(wave, gradients, grad_pre)
+                gradients.mark_dirty()
         if self.gprobs_N is not None and partials is not None:
             rows = call.tiles.slice_sum.m
             launch_probs_gradient(partials=partials, out=self.gprobs_N, wave=tables, rows=rows, tile=tile)
@@ -268,9 +302,7 @@ class TritonBackward:
         if self._inputs is not None:
             self._inputs.add(grad_pre, tables)
 
-    def _weight_gradients(
-        self, wave: Wave, gradients: Lease, activated: torch.Tensor, grad_pre: torch.Tensor, tables: WaveTables
-    ) -> None:
+    def _weight_gradients(self, activated: torch.Tensor, grad_pre: torch.Tensor, tables: WaveTables) -> None:
         call = self._call
         operands: tuple[tuple[Matrix, torch.Tensor, torch.Tensor, torch.Tensor | None], ...] = (
             ("down", activated, self._gy, self._gy_index),
@@ -289,9 +321,6 @@ class TritonBackward:
                 rounded=call.context.rounds_gradients,
                 debug=call.debug,
             )
-        if call.shape.bias:
-            self._bias_gradients(wave, gradients, grad_pre)
-        gradients.mark_dirty()
 
     def _bias_gradients(self, wave: Wave, gradients: Lease, grad_pre: torch.Tensor) -> None:
         """Few numbers and rare: torch's own sums, page by page."""
@@ -314,7 +343,7 @@ class TritonBackward:
         rows = self._call.rows.of(expert)
         return self._gy[rows] if self._gy_index is None else self._gy.index_select(0, self._gy_index[rows])
 
-    def _down_bias_probs(self, wave: Wave) -> None:
+    def _down_bias_probs(self, wave: Wave | WholeWave) -> None:
         """What the down bias adds to the gradient of the probabilities, after the sum over all slices."""
         assert self.gprobs_N is not None
         assert self._probs is not None
@@ -331,10 +360,11 @@ class _DownBiases:
         self._call = call
         self._kept: dict[int, torch.Tensor] = {}
 
-    def whole(self, wave: Wave) -> list[tuple[int, torch.Tensor]]:
+    def whole(self, wave: Wave | WholeWave) -> list[tuple[int, torch.Tensor]]:
         """Experts whose sum this wave ends, with their down bias."""
         if not self._call.shape.bias:
             return []
+        assert isinstance(wave, Wave)
         weights, ended = wave.leases[Plane.WEIGHT], []
         for expert, slice_ in wave.items:
             bias_h = weights.views(expert, slice_).down_bias_h

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -102,16 +103,16 @@ def row_products(y, position, grad, out, rows, hidden, TOPK: tl.constexpr, BLOCK
 def sum_rows(y, order, bounds, out, rows, tokens, hidden, BLOCK: tl.constexpr):
     """Every token's rows summed, however many it has.
 
-    Formula: out[t] = sum over i from bounds[t] to bounds[t + 1] - 1 of y[order[i]].
-    Shapes: y [N, hidden] (N = ``rows``), order int64 [N] (a permutation), bounds int64 [T + 1] (T = ``tokens``),
+    Formula: out[t] = sum over i from bounds[t + 1] to bounds[t + 2] - 1 of y[order[i]].
+    Shapes: y [N, hidden] (N = ``rows``), order int64 [N] (a permutation), bounds int64 [T + 2] (T = ``tokens``),
         out [T, hidden].
-    Layout: row-major; sums are fp32, i ascending, rounded once. Where bounds leave rows out all sums are NaN. A program
-        is BLOCK columns of one token.
+    Layout: row-major; sums are fp32, i ascending, rounded once. Rows before bounds[1] are of no token. Where bounds
+        leave rows out all sums are NaN. A program is BLOCK columns of one token.
     """
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, count = tl.load(bounds + t), tl.load(bounds + t + 1) - tl.load(bounds + t)
-    whole = (tl.load(bounds) == 0) & (tl.load(bounds + tokens) == rows)
+    first, count = tl.load(bounds + t + 1), tl.load(bounds + t + 2) - tl.load(bounds + t + 1)
+    whole = (tl.load(bounds) == 0) & (tl.load(bounds + tokens + 1) == rows)
     tl.device_assert(whole, "index: a row is of a token that does not exist")
     total = tl.zeros((BLOCK,), dtype=tl.float32) + tl.where(whole, 0.0, float("nan"))
     for i in range(count.to(tl.int32)):
@@ -184,7 +185,7 @@ def weight_gradient(
 
 
 def sum_by_token(y: torch.Tensor, index: torch.Tensor, tokens: int, *, debug: bool = False) -> torch.Tensor:
-    """``[tokens, hidden]``: the sum of the rows ``y`` of each token, of which row ``n`` has number ``index[n]``.
+    """``[tokens, hidden]``: the sum of the rows ``y`` of each token; row ``n`` is of token ``index[n]``, -1 of none.
 
     In ascending order of rows, whatever ran first; see :func:`sum_rows`. Nothing waits for the device. Raises
     ValueError, likewise; where an index is no token, all sums are NaN, and ``debug`` traps.
@@ -196,7 +197,7 @@ def sum_by_token(y: torch.Tensor, index: torch.Tensor, tokens: int, *, debug: bo
     hidden, out = y.shape[1], y.new_empty(tokens, y.shape[1])
     if out.numel():
         sorted_index, order = torch.sort(index.long(), stable=True)
-        bounds = torch.searchsorted(sorted_index, torch.arange(tokens + 1, device=y.device))
+        bounds = torch.searchsorted(sorted_index, torch.arange(-1, tokens + 1, device=y.device))
         grid = (tokens, triton.cdiv(hidden, BLOCK))
         sum_rows[grid](y, order, bounds, out, y.shape[0], tokens, hidden, BLOCK=BLOCK, debug=debug)
     return out
@@ -213,7 +214,7 @@ def sum_segments(y: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, *, 
     tokens, hidden = starts.shape[0], y.shape[1]
     out = y.new_empty(tokens, hidden)
     if out.numel():
-        bounds = torch.nn.functional.pad(starts, (0, 1), value=y.shape[0])
+        bounds = F.pad(F.pad(starts, (0, 1), value=y.shape[0]), (1, 0))
         grid = (tokens, triton.cdiv(hidden, BLOCK))
         sum_rows[grid](y, order, bounds, out, y.shape[0], tokens, hidden, BLOCK=BLOCK, debug=debug)
     return out

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megascale_omni.experts.backends import BackwardCall
     from megascale_omni.experts.combine import Combine
     from megascale_omni.experts.function import ExpertsContext
-    from megascale_omni.experts.rows import Rows
-    from megascale_omni.paging.leases import Wave
+    from megascale_omni.experts.rows import ComingRows, Rows
+    from megascale_omni.paging.leases import Wave, WholeWave
 
 
 class WeightedOutputs(TritonBackend):
@@ -34,7 +34,7 @@ class WeightedOutputs(TritonBackend):
     def forward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         x_Nh: torch.Tensor,
         probs_N: torch.Tensor | None,
         *,
@@ -60,7 +60,7 @@ class WeightedOutputs(TritonBackend):
     def backward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
         needs: tuple[bool, bool],
@@ -91,6 +91,6 @@ class WeightedBackward:
     def __init__(self, inner: TritonBackward, gprobs_N: torch.Tensor | None) -> None:
         self._inner, self.gprobs_N = inner, gprobs_N
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """See the protocol."""
         self._inner.wave(wave)

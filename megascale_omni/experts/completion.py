@@ -49,10 +49,12 @@ class Finisher(Protocol):
 class Completion:
     """Who completes a module's gradients in the backward: ``begin(active experts)`` gives the one for this call.
 
-    ``uses`` counts the optimizer's steps by the gradients at hand. ``gone``: some were not kept after theirs.
+    ``in_backward``: whether it ever gives one. ``uses`` counts the optimizer's steps by the gradients at hand.
+    ``gone``: some were not kept after theirs.
     """
 
     begin: Callable[[Sequence[int]], Finisher | None] = lambda active: None
+    in_backward: bool = False
     uses: int = 0
     gone: bool = False
 
@@ -114,6 +116,7 @@ class LastGradients:
         gradients.last = self
         for experts in gradients.modules:
             experts.context.completion.begin = partial(self._begin, experts)
+            experts.context.completion.in_backward = True
 
     def reset(self) -> None:
         """A new step begins. RuntimeError where pages were stepped and the optimizer's step never came."""

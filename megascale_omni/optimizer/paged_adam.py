@@ -96,7 +96,7 @@ class PagedAdam:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
             waits = self.shards.size == 1 or self.fetcher is not None
-            manager.set_catch_up(experts.pages, self.catch_up if waits else None)
+            manager.set_catch_up(experts.pages, self.catch_up if waits else None, is_current=self.is_current)
             experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
@@ -267,6 +267,14 @@ class PagedAdam:
                     "PagedAdam.fetch_all() on all ranks before they are read outside of the model's forward"
                 )
             self._catch_up_page(experts, name)
+
+    def is_current(self, module: PagedModule) -> bool:
+        """Whether no weight page of a module has missed a step, and none has taken the coming one."""
+        experts = self._by_module.get(module.entry.module)
+        if experts is None:
+            return True
+        ids = experts.manager.ids(module, Plane.WEIGHT, range(experts.num_experts))
+        return not self.is_open and bool((experts.manager.table.last_step[ids] >= self.num_steps).all())
 
     # -- pages on demand -----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from megascale_omni.kernels import (
     permute_rows,
     probs_gradient,
     scaled_clip,
+    wave_schedule,
 )
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tiles_for
 
@@ -194,6 +195,16 @@ def _elementwise(target: str) -> Iterator[Spec]:
         target,
         {"partials": "*fp32:16", "out": "*fp32:16", "items": TABLE, "chains": TABLE, "tiles": TILES, "wave_rows": "i32"}
         | {"TILE": 64, "BM": 128},
+        wide=False,
+    )
+    yield Spec(
+        wave_schedule.wave_schedule,
+        "wave_schedule",
+        target,
+        dict.fromkeys(("counts", "weights", "gradients", "written", "items", "chains"), TABLE)
+        | dict.fromkeys(("tiles", "chain_tiles"), TILES)
+        | dict.fromkeys(("experts", "slices", "ffn", "rows", "limit", "num_tiles", "num_chain_tiles"), "i32")
+        | {"GRADIENT": True, "EXPERTS": 256, "BM": 64, "BC": 128, "FILL": wave_schedule.FILL},
         wide=False,
     )
     for decoupled in (True, False):

@@ -22,7 +22,7 @@ SWIGLU = Activation("silu", gated=True)
 CUDA = torch.device("cuda")
 
 
-def experts_of(kernels: bool, dtype: torch.dtype, rows: int) -> PagedExperts:
+def experts_of(kernels: bool, dtype: torch.dtype, rows: int, *, bias: bool = True) -> PagedExperts:
     from megascale_omni.experts.torch_backend import TorchBackend
     from megascale_omni.kernels.backend import TritonBackend
 
@@ -30,7 +30,7 @@ def experts_of(kernels: bool, dtype: torch.dtype, rows: int) -> PagedExperts:
     experts = PagedExperts(
         manager=ExpertManager(device=CUDA, poison=True),
         path="experts",
-        layout=PageLayout(ExpertShape(hidden=256, ffn=208, gated=True, bias=True), rows),
+        layout=PageLayout(ExpertShape(hidden=256, ffn=208, gated=True, bias=bias), rows),
         num_experts=4,
         dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32},
         activation=SWIGLU,
@@ -133,7 +133,42 @@ def test_tokens_read_by_index_give_the_bits_of_their_rows_every_time():
         assert [name for name, tensor in found[0].items() if not tensor.equal(other[name])] == []
 
 
-def test_a_layer_whose_pages_are_there_waits_for_its_counts_alone():
+def there_and_back(experts: PagedExperts, *, ahead: bool) -> list[torch.Tensor]:
+    """Result and gradients of a micro-batch, as the dispatcher of one rank has it computed."""
+    map_ET, tokens, grad = routed()
+    coming = ComingCounts(map_ET.sum(1))
+    counts = coming if ahead else coming.wait()
+    expert, index = rows_of_map(map_ET, 2 * len(ROUTES) if isinstance(counts, ComingCounts) else sum(counts))
+    x, probs = tokens.clone().requires_grad_(), (expert + 1.0).div(4).requires_grad_()
+    y = experts(x, counts, probs, index)
+    y.backward(grad)
+    assert x.grad is not None
+    assert probs.grad is not None
+    return [y.detach(), x.grad, probs.grad[: sum(map(len, ROUTES))]]
+
+
+def test_a_layer_whose_pages_are_there_does_not_wait_and_has_the_bits_of_one_that_does(monkeypatch):
+    found = []
+    for ahead in (False, True):
+        experts = experts_of(True, torch.bfloat16, 64, bias=False)
+        assert experts.goes_ahead
+        there_and_back(experts, ahead=ahead)  # compiles
+        with monkeypatch.context() as patched:
+            if ahead:
+                patched.setattr(ComingCounts, "wait", lambda self: pytest.fail("the host waits"))
+                patched.setattr(ComingCounts, "have_come", False)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if ahead else "default")
+            try:
+                results = there_and_back(experts, ahead=ahead)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert experts.manager.present(experts.pages, Plane.GRADIENT).all()
+        found.append([*results, *experts.dense(Plane.GRADIENT).values()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_a_layer_with_biases_waits_for_its_counts_alone():
     map_ET, tokens, grad = routed()
     experts = experts_of(True, torch.bfloat16, 64)
 

@@ -47,7 +47,14 @@ def adam(t: Tensors) -> None:
 
 
 PAGES: dict[str, tuple[int, ...]] = {"first": (32,), "second": (32,)}
-ROWS = {"position": torch.int64, "source": torch.int64, "index": torch.int32, "order": torch.int64, "starts": torch.int64, "wire": torch.bfloat16}
+ROWS = {
+    "position": torch.int64,
+    "source": torch.int64,
+    "index": torch.int32,
+    "order": torch.int64,
+    "starts": torch.int64,
+    "wire": torch.bfloat16,
+}
 WRAPPERS = {
     "copy_pages": Wrapper(
         lambda t: copy_pages([t["first"]], [t["second"]]), PAGES,
