@@ -222,8 +222,9 @@ class StreamCopier(Copier):
         staging = self._staging(source)
         measured = self._room_for_sums() if self._seals(disk) else None
         self.streams.host_waits(self.fetch([(source, staging)], measured=measured))
-        first, second = (None, None) if measured is None else measured[0].tolist()
-        disk.write(offset, staging, name=name, seal=None if first is None else (first, second))
+        disk.write(
+            offset, staging, name=name, seal=None if measured is None else (int(measured[0, 0]), int(measured[0, 1]))
+        )
 
     # -- compute -------------------------------------------------------------------------------------------------------
 

@@ -59,9 +59,9 @@ def offloaded(stage: int) -> dict[str, object]:
 
 
 def test_kernels_read_tokens_by_index_and_weight_what_they_sum(pools: Pools) -> None:
-    size, section = Size(layers=1, experts=4, hidden=16, ffn=16), {"backend": "triton"}
+    small = Case(steps=1, sequences=1, length=4, size=Size(layers=1, experts=4, hidden=16, ffn=16))
     cases = [
-        Case(family="mixtral", steps=1, sequences=1, length=4, size=size, section=section, experts_implementation=way)
+        replace(small, family="mixtral", section={"backend": "triton"}, experts_implementation=way)
         for way in (None, "eager")
     ]
     (*found, called) = pools[1].run(ranks.prove_with_kernels, cases=cases)[0]

@@ -1,11 +1,9 @@
 """Many pages, gradients or rows at once: kernels make the bits that torch makes one by one, where runs use them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from megascale_omni.bulk import TORCH, Bulk, bulk_for
+from megascale_omni.bulk import TORCH, Bulk, Factor, bulk_for
 from megascale_omni.clipping import ClipConfig, CMSAClipper
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards
@@ -35,10 +33,13 @@ def bulk() -> Bulk:
 
 def counted(monkeypatch, name: str) -> list[int]:
     """How many things each launch of a kernel was given, from now on."""
-    calls, launch = [], getattr(kernels, name)
-    monkeypatch.setattr(
-        kernels, name, lambda first, *rest, **more: (calls.append(len(first)), launch(first, *rest, **more))[1]
-    )
+    calls, launch = list[int](), getattr(kernels, name)
+
+    def counting(first, *rest, **more):
+        calls.append(len(first))
+        return launch(first, *rest, **more)
+
+    monkeypatch.setattr(kernels, name, counting)
     return calls
 
 
@@ -57,7 +58,8 @@ def test_copies_and_products_have_the_bits_of_torch(bulk, dtype, monkeypatch):
     bulk.copy(list(zip(sources, targets, strict=True)))
     assert all(map(torch.equal, sources, targets))
     assert launched == [4], "two alone are not worth a launch"
-    for factors in ([0.3, 1.0], [torch.tensor(0.77), 0.1]):  # on a CPU, where torch rounds no factor
+    given: list[list[Factor]] = [[0.3, 1.0], [torch.tensor(0.77), 0.1]]
+    for factors in given:  # on a CPU, where torch rounds no factor
         groups = [pages_of(3, 100, dtype), pages_of(1, 7, dtype)]
         expected = [[page.clone() for page in group] for group in groups]
         bulk.scale(groups, factors)
@@ -142,11 +144,14 @@ def test_tiers_with_kernels_change_no_bit(tmp_path, monkeypatch):
 def test_small_pages_that_lie_together_in_host_memory_alone_are_one_copy(bulk):
     device, host = torch.zeros(40, 64), torch.arange(64.0 * 2 * FEWEST).view(-1, 64)
     places = torch.randperm(40)[: len(host)].tolist()
-    moved: list[int] = []
-    recording = SimpleNamespace(
-        name="recording", checksums=bulk.checksums, copy=lambda pairs: (moved.append(len(pairs)), bulk.copy(pairs))
-    )
-    copier = StreamCopier(LateStreams(), recording)  # type: ignore[arg-type]
+    moved, copy = list[int](), bulk.copy
+
+    def counting(pairs):
+        moved.append(len(pairs))
+        copy(pairs)
+
+    bulk.copy = counting
+    copier = StreamCopier(LateStreams(), bulk)
     copier.load([(row, device[place]) for row, place in zip(host, places, strict=True)])
     copier.settle()
     assert torch.equal(device[places], host)

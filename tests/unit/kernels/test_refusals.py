@@ -17,6 +17,8 @@ from megascale_omni.kernels.page_copy import copy_pages, gather_pages, scatter_p
 from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
 from megascale_omni.kernels.permute_rows import permute, sum_by_token, sum_segments, unpermute, weight_gradient
 from megascale_omni.kernels.scaled_clip import scale_groups
+from megascale_omni.kernels.wave_schedule import whole_wave_tables
+from megascale_omni.paging.layout import ExpertShape, PageLayout
 from tests.unit.kernels.test_products import TAKES
 from tests.unit.optimizer.test_arithmetic import records
 
@@ -109,6 +111,14 @@ WRAPPERS = {
     "sum_segments": Wrapper(
         lambda t: sum_segments(t["y"], t["order"], t["starts"]), {"y": (3, 8), "order": (3,), "starts": (2,)}, ROWS,
         called={"y": "(y|order)"}, any_length=("starts",),
+    ),
+    "whole_wave_tables": Wrapper(
+        lambda t: whole_wave_tables(
+            t["counts"], t["weights"], t["gradients"], t["written"],
+            layout=PageLayout(ExpertShape(24, 40, gated=True, bias=False), 16), num_rows=8, item_rows=16, chain_rows=16,
+        ), {"counts": (4,), "weights": (12,), "gradients": (12,), "written": (4,)},
+        dict.fromkeys(("counts", "weights", "gradients", "written"), torch.int64),
+        called={"counts": "(counts|weights)"},
     ),
     "launch_adam": Wrapper(adam, dict.fromkeys(("p", "m", "v", "g", "weight"), (32,)), called={"p": "(p|m)"}),
 }  # fmt: skip

@@ -1,6 +1,8 @@
 """Outputs weighted when a token's rows are summed: what a model that multiplies and adds by itself computes."""
 
 from contextlib import nullcontext
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from megascale_omni.experts.combine import Combine
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.kernels.backend import TritonBackend
 from megascale_omni.kernels.permute_rows import unpermute
+from megascale_omni.kernels.weighted_outputs import WeightedOutputs
 from tests.unit.experts.paged import GELU, HIDDEN, SWIGLU, gradients, leaf, small_experts
 from tests.unit.experts.reference import relative_error
 from tests.unit.kernels.checker import checked
@@ -74,14 +77,11 @@ def test_experts_are_those_that_get_rows_and_give_rows(activation, dtype, each, 
         experts = experts_of(backend, activation=activation, dtype=dtype, gradient_dtype=torch.float32, bias=bias)
         x, given = leaf(tokens), leaf(weights.to(dtype))
         combine = Combine.of_routing(index, each=each)
-        if backend is None:
-            y = stock_sum(experts(x[combine.token_N], counts), given, index, each=each)
-        else:
-            weight_N = given.reshape(-1)[combine.order_N]
-            with checked(reachable=lambda e=experts: pages_of(e), order=7) if bias else nullcontext():
-                y = experts(x, counts, weight_N, combine.token_N, combine)
-                y.backward(grad)
-        if backend is None:
+        with checked(reachable=partial(pages_of, experts), order=7) if backend and bias else nullcontext():
+            if backend is None:
+                y = stock_sum(experts(x[combine.token_N], counts), given, index, each=each)
+            else:
+                y = experts(x, counts, given.reshape(-1)[combine.order_N], combine.token_N, combine)
             y.backward(grad)
         assert x.grad is not None
         assert given.grad is not None
@@ -94,11 +94,9 @@ def test_experts_are_those_that_get_rows_and_give_rows(activation, dtype, each, 
 def test_an_evaluation_keeps_no_rows():
     weights, index = routing()
     counts = torch.bincount(index.reshape(-1), minlength=EXPERTS).tolist()
-    combine, kept = Combine.of_routing(index, each=False), []
-    backend = TritonBackend(CPU)
-    weighting = backend.weighting
-    backend.weighting = lambda *a, **k: kept.append(weighting(*a, **k)) or kept[-1]  # type: ignore[method-assign]
-    experts = experts_of(backend)
-    with torch.no_grad():
+    combine, experts = Combine.of_routing(index, each=False), experts_of(TritonBackend(CPU))
+    made = patch.object(WeightedOutputs, "__init__", autospec=True, side_effect=WeightedOutputs.__init__)
+    with torch.no_grad(), made as init:
         experts(torch.randn(TOKENS, HIDDEN), counts, weights.reshape(-1)[combine.order_N], combine.token_N, combine)
-    assert kept[0]._rows_Nh is None
+    (call,) = init.call_args_list
+    assert call.args[0]._rows_Nh is None
