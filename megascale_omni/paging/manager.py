@@ -33,6 +33,7 @@ from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.pinned import cuda_runtime
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
+from megascale_omni.paging.segments import largest_segment
 from megascale_omni.paging.streams import CudaStreams
 from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
@@ -84,7 +85,7 @@ class ExpertManager:
         self.schedule = schedule or Schedule()
         self.table = PageTable(self.numbering)
         self.outlook = Outlook(self.numbering)
-        self.arena = Arena(device=device, poison=poison)
+        self.arena = Arena(device=device, largest=largest_segment(device), poison=poison)
         self.pager = Pager(self.table, self._tiers(device, mover, copier), self.outlook)
         self.pager.on_move = self._forget_views
         self.schedule.on_step(self.outlook.end_step)
@@ -103,7 +104,8 @@ class ExpertManager:
         if path is not None and not cuda:
             give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
-        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime() if cuda else None)
+        pin, largest = cuda_runtime() if cuda else None, largest_segment(device)
+        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=pin, largest=largest)
         copier = copier or (StreamCopier(CudaStreams(device), self.bulk) if cuda else Copier())
         checks = self.options.checksum != "off"
         return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier, self.bulk, checks)
