@@ -84,3 +84,9 @@ class HeatConfig:
                 f"heat.window_steps={self.window_steps} is shorter than refresh_steps={self.refresh_steps}; "
                 "lengthen the one or shorten the other"
             )
+        rest = self.window_steps % self.refresh_steps
+        if rest:
+            raise ValueError(
+                f"heat.window_steps={self.window_steps} is no multiple of refresh_steps={self.refresh_steps}, and "
+                f"steps are counted in parts of these; give {self.window_steps - rest}"
+            )

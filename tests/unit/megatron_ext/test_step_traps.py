@@ -1,4 +1,4 @@
-"""Where steps of experts in pages could differ from stock's: steps left out, scaling, groups, models beside each other."""
+"""Where steps of experts in pages could differ from stock's: steps left out, scaling, groups, several models."""
 
 from __future__ import annotations
 
