@@ -14,9 +14,12 @@ from megascale_omni.kernels.bf16_wire import pack_bf16, unpack_bf16
 from megascale_omni.kernels.gradient_statistics import statistics_of_groups
 from megascale_omni.kernels.page_checksum import page_checksums
 from megascale_omni.kernels.page_copy import copy_pages, gather_pages, scatter_pages
-from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
+from megascale_omni.kernels.paged_adam import launch_adam
 from megascale_omni.kernels.permute_rows import permute, sum_by_token, unpermute, weight_gradient
 from megascale_omni.kernels.scaled_clip import scale_groups
+from megascale_omni.kernels.wave_schedule import whole_wave_tables
+from megascale_omni.optimizer.arithmetic import AdamSegment
+from megascale_omni.paging.layout import ExpertShape, PageLayout
 from tests.unit.kernels.test_products import TAKES
 from tests.unit.optimizer.test_arithmetic import records
 
@@ -43,11 +46,20 @@ class Wrapper:
 
 
 def adam(t: Tensors) -> None:
-    launch_adam([AdamSegment(**t, records=records(1))], decoupled=True)
+    of_page = {name: tensor for name, tensor in t.items() if name != "stop"}
+    launch_adam([AdamSegment(**of_page, records=records(1))], decoupled=True, stop=t["stop"])
+
+
+def schedule(t: Tensors) -> None:
+    layout = PageLayout(ExpertShape(hidden=8, ffn=16, gated=True, bias=False), 16)
+    whole_wave_tables(
+        t["counts"], t["weights"], t["gradients"], t["written"], layout=layout, num_rows=5, item_rows=16, chain_rows=16
+    )
 
 
 PAGES: dict[str, tuple[int, ...]] = {"first": (32,), "second": (32,)}
 ROWS = {"position": torch.int64, "source": torch.int64, "index": torch.int32, "wire": torch.bfloat16}
+NUMBERS: dict[str, tuple[int, ...]] = dict.fromkeys(("counts", "weights", "gradients", "written"), (2,))
 WRAPPERS = {
     "copy_pages": Wrapper(
         lambda t: copy_pages([t["first"]], [t["second"]]), PAGES,
@@ -99,7 +111,13 @@ WRAPPERS = {
     "sum_by_token": Wrapper(
         lambda t: sum_by_token(t["y"], t["index"], 2), {"y": (3, 8), "index": (3,)}, ROWS, called={"y": "(y|index)"}
     ),
-    "launch_adam": Wrapper(adam, dict.fromkeys(("p", "m", "v", "g", "weight"), (32,)), called={"p": "(p|m)"}),
+    "launch_adam": Wrapper(
+        adam, {**dict.fromkeys(("p", "m", "v", "g", "weight"), (32,)), "stop": (1,)}, {"stop": torch.int32},
+        called={"p": "(p|m)"},
+    ),
+    "whole_wave_tables": Wrapper(
+        schedule, NUMBERS, dict.fromkeys(NUMBERS, torch.int64), called={"counts": "(counts|weights)"}
+    ),
 }  # fmt: skip
 HELPERS = {"checks", "segments", "interpreter", "tiles", "wave", "backend"}
 
@@ -122,7 +140,8 @@ def bad(wrapper: Wrapper, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if name not in wrapper.any_dtype:
         yield "dtype", good.to(torch.complex64)
     yield "device", good.to("meta")
-    yield "strides", torch.stack([good, good], dim=-1)[..., 0]
+    if good.numel() > 1:
+        yield "strides", torch.stack([good, good], dim=-1)[..., 0]
     if name not in wrapper.any_length:
         yield "length", good[:-1]
     if name in wrapper.whole:
