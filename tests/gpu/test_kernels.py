@@ -1,5 +1,8 @@
 """Kernels on an accelerator: what the interpreter cannot say. Values, bits of torch's own kernels, traps."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from megascale_omni.experts.shards import PageShards
 from megascale_omni.experts.tokens import ComingCounts, rows_of_map
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.kernels.interpreter import is_interpreted
+from megascale_omni.optimizer.arithmetic import AdamSegment
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdamW, fuses_multiply_add
 from megascale_omni.optimizer.history import StepRecord
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
@@ -120,9 +124,12 @@ def test_all_pages_of_a_module_take_their_steps_in_one_launch_and_in_the_bits_of
 
     launches: list[int] = []
     plain = paged_adam.launch_adam
-    monkeypatch.setattr(
-        paged_adam, "launch_adam", lambda pages, **more: (launches.append(len(pages)), plain(pages, **more))
-    )
+
+    def launched(segments: Sequence[AdamSegment], **options: Any) -> None:
+        launches.append(len(segments))
+        plain(segments, **options)
+
+    monkeypatch.setattr(paged_adam, "launch_adam", launched)
     found = []
     for kernels in (False, True):
         experts = experts_of(True, torch.bfloat16, 64)
