@@ -52,12 +52,13 @@ class MegaScaleDDP(DistributedDataParallel):
         )
         named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
         self.paged_experts = [experts for _, experts in named]
-        wire = patches.active_runtime().config.distributed.grad_wire
+        distributed = patches.active_runtime().config.distributed
+        wire, travel = distributed.grad_wire, distributed.dispatcher == "groups" and distributed.move != "tokens"
         self.gradients = ExpertGradients(self.paged_experts, wire=wire)
-        if named and wire != "fp32" and self.expt_dp_group.size() == 1:
+        if named and wire != "fp32" and self.expt_dp_group.size() == 1 and not travel:
             patches.active_runtime().warn_once(
                 f"distributed.grad_wire={wire} has no effect where no expert has a second copy (expert data parallel "
-                "size 1): no gradient of one travels; add ranks, or leave --megascale-grad-wire out"
+                "size 1) and no pages travel: no gradient of one does; add ranks, or leave --megascale-grad-wire out"
             )
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.loss_listener: Callable[[torch.Tensor], None] | None = None

@@ -216,15 +216,29 @@ class ExpertGradients:
             raise RuntimeError(f"gradients are scaled after experts were stepped by them; {OFF}")
         self._read()
         for experts in self.modules:
+            for names, pages in self._pages_together(experts):
+                experts.manager.bulk.scale([pages], [factor])
+                for name in names:
+                    self._scale_statistics((experts, name), factor)
+
+    def _pages_together(self, experts: PagedExperts) -> Iterator[tuple[list[PageName], list[torch.Tensor]]]:
+        """All gradient pages of a module, to be written: at once where all pages are here, else one by one."""
+        if experts.manager.pager.can_evict:
             for name, page in self.pages(experts, write=True):
-                page.mul_(factor)
-                known = self._statistics.get((experts, name))
-                if known is not None:
-                    norms = None if known.norms is None else tuple(norm * abs(float(factor)) for norm in known.norms)
-                    sums = None if known.sums is None else known.sums.scaled(float(factor))
-                    # Scaled norms are not to the bit those of scaled tensors.
-                    norms = None if self.by_tensor else norms
-                    self._statistics[experts, name] = PageStatistics(norms, known.nonzeros, sums)
+                yield [name], [page]
+        elif names := self.present(experts):
+            with experts.lease(Plane.GRADIENT, names) as lease:
+                lease.mark_dirty()
+                yield names, [lease.page(*name) for name in names]
+
+    def _scale_statistics(self, key: tuple[PagedExperts, PageName], factor: float | torch.Tensor) -> None:
+        known = self._statistics.get(key)
+        if known is not None:
+            # Scaled norms are not to the bit those of scaled tensors.
+            scaled = known.norms is not None and not self.by_tensor
+            norms = tuple(norm * abs(float(factor)) for norm in known.norms or ()) if scaled else None
+            sums = None if known.sums is None else known.sums.scaled(float(factor))
+            self._statistics[key] = PageStatistics(norms, known.nonzeros, sums)
 
     def squares(self, shards: PageShards) -> float:
         """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""

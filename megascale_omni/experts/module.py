@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ import torch
 from megascale_omni.checkpoint.scratch import MakeTensors
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
+from megascale_omni.experts.combine import Combine, WeighsOutputs
 from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
 from megascale_omni.experts.products import Products
 from megascale_omni.experts.rows import ComingRows, Rows
@@ -130,12 +133,14 @@ class PagedExperts(torch.nn.Module):
         counts: Sequence[int] | ComingCounts,
         probs_N: torch.Tensor | None = None,
         index: Index | None = None,
+        combine: Combine | None = None,
     ) -> torch.Tensor:
         """Experts' outputs ``[N, h]`` for rows ``x [N, h]`` sorted by expert; ``counts[e]`` of them belong to expert e.
 
         ``probs_N`` scales each row's activation before the down projection; None scales nothing. With an
         ``index`` (int64, or :class:`~megascale_omni.experts.tokens.Segments`) ``x`` are tokens ``[T, h]``, row ``n`` is
-        token ``index[n]``, and the result is the sum ``[T, h]`` of each token's outputs.
+        token ``index[n]``, and the result is the sum ``[T, h]`` of each token's outputs. With ``combine``, which a
+        backend that reads by index may be given beside an index, ``probs_N`` scales outputs instead of activations.
 
         Where the module :attr:`goes_ahead`, ``counts`` may be on their way. Then ``index`` is a tensor, and may have
         more rows than there are, the last ones with index -1.
@@ -146,7 +151,11 @@ class PagedExperts(torch.nn.Module):
         keep = torch.is_grad_enabled() and (
             x.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
         )
-        result: torch.Tensor = PagedExpertsFunction.apply(x, probs_N, self._anchor, self.context, rows, index, keep)
+        context = self.context
+        if combine is not None:
+            weighs = keep and probs_N is not None and probs_N.requires_grad
+            context = replace(context, backend=cast("WeighsOutputs", context.backend).weighting(combine, keep=weighs))
+        result: torch.Tensor = PagedExpertsFunction.apply(x, probs_N, self._anchor, context, rows, index, keep)
         return result
 
     def _coming(self, counts: ComingCounts, index: Index | None) -> ComingRows:

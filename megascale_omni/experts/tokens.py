@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from megascale_omni.bulk import TORCH, Bulk
 from megascale_omni.experts.workspace import Workspace
 
 STATIC = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
@@ -69,12 +69,14 @@ def rows_of_map(map_ET: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torc
 class Segments:
     """Sums of rows: result ``i`` is the sum of ``values[items[starts[i]:starts[i + 1]]]``, in that order.
 
-    ``of_item[j]`` is the result that value ``j`` goes to; the inverse direction, a gather, needs nothing else.
+    ``of_item[j]`` is the result that value ``j`` goes to; the inverse direction, a gather, needs nothing else. ``bulk``
+    makes both.
     """
 
     items: torch.Tensor
     starts: torch.Tensor
     of_item: torch.Tensor
+    bulk: Bulk = TORCH
 
     @property
     def num_results(self) -> int:
@@ -95,7 +97,7 @@ def segment_sum(values: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The sums of :class:`Segments` of rows ``[R, h]``."""
     if values.shape[0] == 0 or segments.num_results == 0:
         return values.new_zeros(segments.num_results, values.shape[1])
-    return F.embedding_bag(segments.items, values, segments.starts, mode="sum")
+    return segments.bulk.sum_segments(values, segments.items, segments.starts)
 
 
 def gather_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Workspace, name: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megascale_omni.bulk import Bulk, bulk_for
 from megascale_omni.config import Checksum
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, StreamCopier
@@ -62,7 +63,7 @@ class ExpertManager:
     """Page table, tiers and leases of one process. Modules register through :meth:`add_module`.
 
     ``mover`` are io threads other than the usual ones, ``copier`` likewise, ``memory`` tells what is free (None: of the
-    device); ``poison`` is the arena's.
+    device), ``bulk`` does what is done to many pages at once (None: chosen by device); ``poison`` is the arena's.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class ExpertManager:
         mover: Mover | None = None,
         copier: Copier | None = None,
         memory: MemoryProbe | None = None,
+        bulk: Bulk | None = None,
         poison: bool = False,
     ) -> None:
+        self.bulk = bulk or bulk_for(device)
         self.options = options or PagingOptions()
         self.numbering = PageNumbering()
         self.schedule = schedule or Schedule()
@@ -101,8 +104,9 @@ class ExpertManager:
             give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
         host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime() if cuda else None)
-        copier = copier or (StreamCopier(CudaStreams(device)) if cuda else Copier())
-        return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier)
+        copier = copier or (StreamCopier(CudaStreams(device), self.bulk) if cuda else Copier())
+        checks = self.options.checksum != "off"
+        return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier, self.bulk, checks)
 
     # -- modules -------------------------------------------------------------------------------------------------------
 

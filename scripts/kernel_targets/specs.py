@@ -275,13 +275,16 @@ def _elementwise(target: str) -> Iterator[Spec]:
         target,
         {"x": "*bf16:16", "source": "*i32:16", "scale": "*fp32:16", "out": "*bf16:16", "SCALE": True} | rows,
     )
-    yield Spec(
-        permute_rows.unpermute_rows,
-        "unpermute_rows",
-        target,
-        {"y": "*bf16:16", "position": "*i32:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8, "WEIGHT": True}
-        | rows,
-    )
+    for each in (True, False):
+        yield Spec(
+            permute_rows.unpermute_rows,
+            f"unpermute_rows{' each' if each else ''}",
+            target,
+            {"y": "*bf16:16", "position": "*i64:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8}
+            | {"WEIGHT": True, "PRODUCT": tl.bfloat16, "EACH": each}
+            | rows,
+            {"enable_fp_fusion": False},
+        )
     yield Spec(
         permute_rows.sum_rows,
         "sum_rows",
