@@ -217,8 +217,10 @@ def _elementwise(target: str) -> Iterator[Spec]:
                 "blocks": TABLE,
                 "records": "*fp32",
                 "clip": "fp32",
+                "stop": "*i32",
                 "DECOUPLED": decoupled,
                 "CLIP": True,
+                "STOP": True,
             }
             | {"GRADIENT": tl.bfloat16, "WEIGHT": tl.bfloat16, "ALIGNED": True, "BLOCK": paged_adam.BLOCK},
             {"num_warps": 4, "enable_fp_fusion": False},  # as it is launched

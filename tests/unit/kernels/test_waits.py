@@ -251,14 +251,14 @@ def test_tables_made_on_the_device_are_those_of_the_host(counts, spare):
 # -- books -------------------------------------------------------------------------------------------------------------
 
 
-def adam_of(experts: PagedExperts) -> PagedAdam:
+def adam_of(experts: PagedExperts, *, kernels: bool = False) -> PagedAdam:
     group = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     binding = [(experts, GroupBinding(weights=0, biases=None))]
-    return PagedAdam(binding, groups=[group], arithmetic=CudaAdamW(kernels=False), shards=PageShards(), max_lag=4)
+    return PagedAdam(binding, groups=[group], arithmetic=CudaAdamW(kernels=kernels), shards=PageShards(), max_lag=4)
 
 
 FEW, BOTH = EVEN[:2], [[0, 1]]
-STEPS: list[list[Routes]] = [[FEW], [DROPPED, DROPPED], [FEW, DROPPED], [FEW]]
+STEPS: list[list[Routes]] = [[FEW], [DROPPED], [FEW, DROPPED], [FEW]]
 """Experts without tokens in nearly every step; some are caught up when they are read again."""
 
 
@@ -309,7 +309,7 @@ class Told(Observer):
 def test_observers_hear_the_same_in_the_same_order():
     heard = []
     for ahead in (False, True):
-        experts, told = kernel_experts(rows=16, ffn=24), Told()
+        experts, told = kernel_experts(rows=16, ffn=16), Told()
         experts.manager.observers.append(told)
         for routes in (DROPPED, BOTH):
             computed(experts, routes, ahead=ahead)
@@ -349,3 +349,106 @@ def test_who_must_know_at_once_does_not_go_ahead():
         computed(experts, EVEN[:2], ahead=True)
     with pytest.raises(RuntimeError, match="need an index"):
         kernel_experts()(torch.randn(2, HIDDEN), Late(torch.tensor([1, 1, 0, 0])))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def stepped(seed: int, *, ends_run: bool | None, bad: bool = False) -> tuple[Tensors, Tensors, list[str], str | None]:
+    """State before and after a step, what the host waited for in the backward, and the gradient that is not finite.
+
+    ``ends_run`` None: pages are stepped after the backward.
+    """
+    torch.manual_seed(seed)
+    experts = kernel_experts(rows=16, ffn=24)
+    for plane in (Plane.MOMENT1, Plane.MOMENT2):
+        experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
+    adam, gradients = adam_of(experts, kernels=True), ExpertGradients([experts])
+    if ends_run is not None:
+        last = LastGradients(gradients, scale=0.5, backwards=lambda: 1, ends_run=ends_run)
+        last.stepper = adam
+    before = experts.dense()
+    x = leaf(torch.randn(4, HIDDEN))
+    y = experts(x, [1, 1, 0, 2], torch.rand(4))
+    grad = torch.randn(4, HIDDEN)
+    grad[1] *= float("nan") if bad else 1.0
+    with Host().watched() as host:
+        y.backward(grad)
+    gradients.finish(scale=0.5)
+    found = gradients.non_finite
+    if found is None:
+        adam.step()
+    table = experts.manager.table
+    experts.manager.set_catch_up(experts.pages, None)  # to look at what is there
+    assert not table.pins.any()
+    moments = {f"m {n}": t for n, t in experts.dense(Plane.MOMENT1).items()}
+    return before, experts.dense() | moments, host.waits, found
+
+
+def test_a_backward_that_steps_pages_waits_for_none_of_them(seed):
+    after = stepped(seed, ends_run=None)
+    read, guarded = (stepped(seed, ends_run=ends_run) for ends_run in (False, True))
+    for found in (read, guarded):
+        assert differences(found[1], after[1]) == []
+    assert after[2] == guarded[2] == []
+    assert read[2] == ["tolist"] * 6, "once a wave, where the run goes on with what is not finite"
+
+
+def test_nothing_is_stepped_from_a_gradient_on_that_is_not_finite(seed):
+    before, after, waits, found = stepped(seed, ends_run=True, bad=True)
+    assert waits == []
+    assert found is not None
+    assert "local expert 1" in found
+    changed = [name.split(".")[1] for name in differences({n: after[n] for n in before}, before)]
+    assert set(changed) == {"0"}, "its expert, and those that came later, are as they were"
+
+
+class OneOfTwo:
+    """What reduces pages of two ranks, of which this is one and the other has the same gradients."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        pass
+
+    def reduce(self, experts: PagedExperts, plan, read):
+        for item in plan:
+            part = torch.empty(experts.layout.page_numel(item.name[1]))
+            read([item.name], {item.name: part})
+            yield item.name, part * 2 if item.name[0] < 3 else None
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_parts_of_replicas_are_checked_at_once(monkeypatch, seed, bad):
+    found = []
+    for by_kernel in (False, True):
+        torch.manual_seed(seed)
+        experts = kernel_experts(rows=16, ffn=24)
+        backend = experts.context.backend
+        names = [(0, 1), (2, 0), (3, 0)]
+        experts.manager.create_ids(experts.pages, Plane.GRADIENT, experts.page_ids(Plane.GRADIENT, names))
+        with experts.lease(Plane.GRADIENT, names) as lease:
+            for name in names:
+                lease.page(*name).normal_()
+            lease.page(3, 0)[2] = float("inf") if bad else 1.0
+        gradients = ExpertGradients([experts])
+        mask = experts.manager.present(experts.pages, Plane.GRADIENT).reshape(1, -1)
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "measures", lambda page, by_kernel=by_kernel: by_kernel)
+            patched.setattr("megascale_omni.experts.gradients.PageReducer", OneOfTwo)
+            touched = mock.Mock(return_value=[np.repeat(mask, 2, 0)])
+            patched.setattr("megascale_omni.experts.gradients.exchange_touched", touched)
+            patched.setattr(torch.distributed, "get_world_size", lambda group: 2)
+            patched.setattr(ExpertGradients, "_channel_of", lambda *_: mock.Mock(size=2))
+            with Host().watched() as host:
+                gradients.finish(scale=0.25, group=mock.Mock())
+            assert bool(host.waits) != by_kernel
+            with Host().watched() as host:
+                heard = gradients.non_finite
+            assert host.waits == (["tolist"] if by_kernel else [])
+            found.append((heard, gradients.squares(PageShards()), active_pages(experts)))
+    assert found[0] == found[1]
+    assert (found[0][0] is not None) == bad
+    assert found[0][2] == [(0, 1), (2, 0)], "the other rank keeps the third"
+
+
+def active_pages(experts: PagedExperts) -> list[tuple[int, int]]:
+    return [(int(e), int(s)) for e, s in np.argwhere(experts.manager.present(experts.pages, Plane.GRADIENT))]
