@@ -142,7 +142,7 @@ class ExpertManager:
         ids = self.ids(module, plane, range(module.entry.num_experts))
         self.table.class_index[ids] = self.table.index_of(slot_class)
         if self.pager.tiers.disk is not None:
-            offset = self.pager.tiers.disk.reserve(len(ids) * slot_class.nbytes)
+            offset = self.pager.tiers.disk.promise(len(ids) * slot_class.nbytes)
             self.table.disk_offset[ids] = offset + np.arange(len(ids)) * slot_class.nbytes
             self.share_budget()
 
@@ -190,13 +190,24 @@ class ExpertManager:
         return self.upkeep.compact()
 
     def share_budget(self) -> None:
-        """Gives every slot class its part of the budgets; pages beyond it leave, and memory returns."""
+        """Gives every slot class its part of the budgets; pages beyond it leave, and memory returns.
+
+        Raises:
+            ValueError: memory does not hold all pages, and the disk has no room for them.
+        """
         self.upkeep.emergency.lowered = False
         needs = class_needs(self._modules)
+        self.take_disk(self.options.device_budget, self.options.host_budget)
         for slot_class, slots in share(self.options.device_budget, needs).items():
             self.arena.set_limit(slot_class, slots)
             self.pager.evict_down(slot_class)
         self.limit_host()
+
+    def take_disk(self, device: Budget, host: Budget) -> None:
+        """Takes disk space for all pages, where memory of these budgets does not hold them. Raises ValueError."""
+        total, disk = sum(n.pages * c.nbytes for c, n in class_needs(self._modules).items()), self.pager.tiers.disk
+        if disk is not None and device.bytes_of(total) + host.bytes_of(total) < total:
+            disk.fill()
 
     def limit_host(self, *, less_by: int = 0) -> bool:
         """Gives slot classes their part of the host budget; or ``less_by`` bytes less than the host arena has now, if
