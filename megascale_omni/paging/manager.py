@@ -93,7 +93,7 @@ class ExpertManager:
 
     def _tiers(self, device: torch.device, mover: Mover | None, copier: Copier | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
-        if path is not None and not cuda:
+        if path is not None and not cuda and self.options.device_budget.fraction != 1.0:
             give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
         host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime() if cuda else None)
@@ -171,6 +171,8 @@ class ExpertManager:
             ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
         """
         self.upkeep.resize(budget, host)
+        if self.arena.device.type == "cpu" and budget.fraction != 1.0:
+            give_large_blocks_back()
 
     def compact(self) -> int | None:
         """Moves pages together and in order, so that the memory of all segments that they do not need returns to the
