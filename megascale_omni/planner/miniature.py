@@ -275,7 +275,8 @@ class Miniature:
         if each > 1:
             k, v = k.repeat_interleave(each, dim=2), v.repeat_interleave(each, dim=2)
         if self.device.type == "cuda":  # where stock's attention is one kernel
-            fused = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True)
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+            fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return fused.permute(2, 0, 1, 3).reshape(length, sequences, -1)
         q, k, v = (t.reshape(length, sequences * heads.heads, heads.channels).transpose(0, 1) for t in (q, k, v))
         scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0.0, alpha=heads.channels**-0.5)
