@@ -93,6 +93,15 @@ class HeatMap(Observer):
             return np.zeros((self._manager.numbering.entries[module].num_experts, 3))
         return self._metrics(module, np.sum(past, axis=0))
 
+    def has_begun(self, module: int) -> bool:
+        """Whether experts of a module got tokens in the part at hand."""
+        return module in self._tokens
+
+    def until_now(self, module: int) -> np.ndarray:
+        """``[experts, 3]`` of the last window with the part at hand."""
+        parts = [*self._past.get(module, []), self._open(self._manager.numbering.entries[module])]
+        return self._metrics(module, np.sum(parts, axis=0))
+
     def newest(self, module: int) -> np.ndarray:
         """``[experts, 3]`` of the newest part."""
         return self._metrics(module, self._past[module][-1])

@@ -148,7 +148,11 @@ class Emergency:
         manager = self._manager
         pager, arena = manager.pager, manager.arena
         pager.poll()
-        limits, reserved = limits_for(self.states(), missing), arena.bytes_reserved
+        states, reserved = self.states(), arena.bytes_reserved
+        limits = {
+            c: slots if slots >= states[c].capacity else max(states[c].floor, arena.in_whole_segments(c, slots))
+            for c, slots in limits_for(states, missing).items()
+        }
         before = dict(pager.counts)
         for slot_class, slots in limits.items():
             limit = arena.limit(slot_class)
