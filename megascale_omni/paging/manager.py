@@ -286,7 +286,7 @@ class ExpertManager:
     def send_away(self, page_ids: np.ndarray) -> None:
         """Lets pages leave the device arena, without waiting; those that leases hold or that are on their way stay."""
         if self.pager.can_evict:
-            self.pager.send_away(page_ids)
+            self.pager.departures.send_away(page_ids)
 
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""

@@ -84,26 +84,26 @@ class ShadowLru:
 
     def use(self, page_ids: Sequence[int], *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """Pages are used together, once. ``here``: whether we have a page; ``pinned``: whether a lease holds it."""
-        order, wanted, absent = self._order, page_ids, []
-        for page_id in wanted:
+        order, absent = self._order, []
+        for page_id in page_ids:
             if page_id in order:
                 order.move_to_end(page_id)
             else:
                 absent.append(page_id)
         if not absent:
             return
+        self.page_ins += len(absent)
+        self._credit += len(absent)
         for page_id in absent:
-            self.page_ins += 1
-            self._credit += 1
             self._enter(page_id)
             if not here(page_id):
                 self._missing.add(page_id)
-        self._shrink(pinned, frozenset(wanted))
+        self._shrink(pinned, page_ids)
 
     def create(self, page_id: int, *, pinned: Callable[[int], bool]) -> None:
         """A page came into being, in the arena."""
         self._enter(page_id)
-        self._shrink(pinned, frozenset((page_id,)))
+        self._shrink(pinned, (page_id,))
 
     def drop(self, page_id: int) -> None:
         """A page ceased to be."""
@@ -111,6 +111,13 @@ class ShadowLru:
             del self._order[page_id]
             self._held[page_id] = False
         self._missing.discard(page_id)
+
+    def load_ahead(self, page_id: int) -> bool:
+        """Both at once: whether a page may be fetched before it is wanted; if so, it is, as :meth:`loaded` has it."""
+        if not self.may_load(page_id):
+            return False
+        self.loaded(page_id)
+        return True
 
     def loaded(self, page_id: int) -> None:
         """We bring a page in. To be told before room is made for it, which must not spend the same allowance."""
@@ -140,7 +147,7 @@ class ShadowLru:
         self._missing.clear()
         self._credit = max(0, self._credit)
 
-    def _shrink(self, pinned: Callable[[int], bool], keep: frozenset[int]) -> None:
+    def _shrink(self, pinned: Callable[[int], bool], keep: Sequence[int]) -> None:
         """Lets the pages used longest ago leave until the rest fits; those that leases hold stay."""
         excess = len(self._order) - self._slots()
         if excess <= 0:

@@ -6,14 +6,15 @@ whenever a page is needed costs more than all the rest of deciding, and little c
 is kept: candidates are sorted when next uses were computed anew (as a visit begins), and a page that has changed since
 (given back, arrived, passed by the visit) stands in a heap beside the sorted ones, with what is true of it now. What is
 written in either about a page that has changed again, or may not leave at present, is passed over. Whatever happens to
-a page has to be told (:meth:`Victims.changed`) by the time it may leave again. The pages chosen are those of the pure
-function over a snapshot; where its allowance could leave one of them out, it is asked itself.
+a page has to be told (``Victims.changed``) by the time it may leave again; that costs no more than a list's ``append``
+until somebody asks. The pages chosen are those of the pure function over a snapshot; where its allowance could leave
+one of them out, it is asked itself.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 
 import numpy as np
 
@@ -77,7 +78,10 @@ class _Order:
 
 
 class Victims:
-    """Chooses who leaves the device arena. ``flying``: pages on their way; ``keep``: those being brought together."""
+    """Chooses who leaves the device arena. ``flying``: pages on their way; ``keep``: those being brought together.
+
+    ``changed``: pages that were given back or have arrived, or are free to leave again, are added to it.
+    """
 
     def __init__(
         self,
@@ -91,23 +95,21 @@ class Victims:
         self._table, self._outlook, self._shadows = table, outlook, shadows
         self._flying, self._keep = flying, keep
         self._orders: dict[SlotClass, _Order] = {}
-        self._changed: list[int] = []
+        self.changed: list[int] = []
         self._epoch = -1
         self._passed = 0
 
-    def changed(self, page_ids: Iterable[int]) -> None:
-        """Pages were given back or have arrived, or are free to leave again."""
-        self._changed += page_ids
-        if len(self._changed) > MOST_CHANGES:
-            self._changed.clear()
+    def give_back(self, page_ids: list[int]) -> None:
+        """Leases gave pages back. What changes without anybody asking must not pile up."""
+        self.changed += page_ids
+        if len(self.changed) > MOST_CHANGES:
+            self.changed.clear()
             self._orders.clear()
 
     def choose(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
         """Up to ``count`` pages of a class to evict, first to go first: those of ``choose_victims``."""
-        if count <= 0:
-            return []
         found = self._order(slot_class).take(count, before=before, may_leave=self._may_leave)
-        self._changed += found  # who stays all the same will be asked again
+        self.changed += found  # who stays all the same will be asked again
         shadow = self._shadows.of(slot_class)
         if shadow.count_held(found) > shadow.allowance:
             return choose_victims(self.snapshot(slot_class), count=count, needed_before=before)
@@ -120,13 +122,15 @@ class Victims:
 
     def _may_leave(self, page_id: int) -> bool:
         table = self._table
-        if table.tier[page_id] != DEVICE or table.pins[page_id]:
+        if table.tier_at[page_id] != DEVICE or table.pins_at[page_id]:
             return False
         return page_id not in self._flying and page_id not in self._keep()
 
     def snapshot(self, slot_class: SlotClass) -> Candidates:
         """All pages of a class that may leave, as they are now."""
-        ids, shadow = self._candidates(slot_class), self._shadows.of(slot_class)
+        keep, shadow = self._keep(), self._shadows.of(slot_class)
+        here = [p for p in self._free(slot_class).tolist() if p not in self._flying and p not in keep]
+        ids = np.array(here, dtype=np.int64)
         return Candidates(
             ids,
             self._outlook.next_use(ids),
@@ -136,46 +140,53 @@ class Victims:
             allowance=shadow.allowance,
         )
 
-    def _candidates(self, slot_class: SlotClass) -> np.ndarray:
-        table, keep = self._table, self._keep()
+    def _free(self, slot_class: SlotClass) -> np.ndarray:
+        """Pages of a class that are here and that no lease holds."""
+        table = self._table
         mask = (table.tier == DEVICE) & (table.pins == 0) & (table.class_index == table.index_of(slot_class))
         found: np.ndarray = mask.nonzero()[0]
-        return np.array([p for p in found.tolist() if p not in self._flying and p not in keep], dtype=np.int64)
+        return found
 
     def _order(self, slot_class: SlotClass) -> _Order:
         """The order of a class, up to date."""
-        self._outlook.update()
-        if self._epoch != self._outlook.epoch:
-            self._epoch, self._passed = self._outlook.epoch, self._outlook.num_passed
+        outlook = self._outlook
+        outlook.update()
+        if self._epoch != outlook.epoch:
+            self._epoch, self._passed = outlook.epoch, outlook.num_passed
             self._orders.clear()
-            self._changed.clear()
+            self.changed.clear()
         elif self._orders:
             self._take_in()
         order = self._orders.get(slot_class)
         if order is None:
-            ids, table = self._candidates(slot_class), self._table
-            going = order_of_going(self._outlook.next_use(ids), table.dirty[ids], table.last_use[ids])
-            order = self._orders[slot_class] = _Order(self._keys(ids[going]))
+            ids, table = self._free(slot_class), self._table  # those on their way are told of when they are not
+            uses, dirty, last_use = outlook.next_use(ids), table.dirty[ids], table.last_use[ids]
+            going = order_of_going(uses, dirty, last_use)
+            dirty &= uses < FAR  # as order_of_going has it
+            columns = (-uses[going], dirty[going], last_use[going], ids[going])
+            order = self._orders[slot_class] = _Order(list(zip(*(c.tolist() for c in columns), strict=True)))
         return order
 
     def _take_in(self) -> None:
         """Tells the orders what has changed."""
-        passed = self._outlook.num_passed
+        outlook, table, changed = self._outlook, self._table, self.changed
+        passed = outlook.num_passed
         if passed != self._passed:
-            self._changed += self._outlook.passed_since(self._passed)
+            changed += outlook.passed_since(self._passed)
             self._passed = passed
-        if not self._changed:
+        if not changed:
             return
-        ids = np.array(list(dict.fromkeys(self._changed)), dtype=np.int64)
-        self._changed.clear()
-        table = self._table
-        ids = ids[(table.tier[ids] == DEVICE) & (table.pins[ids] == 0)]
-        for key, index in zip(self._keys(ids), table.class_index[ids].tolist(), strict=True):
-            order = self._orders.get(table.classes[index])
-            if order is not None:
-                order.push(key)
-
-    def _keys(self, ids: np.ndarray) -> list[_Key]:
-        uses = self._outlook.next_use(ids)
-        dirty = (self._table.dirty[ids] & (uses < FAR)).tolist()  # as order_of_going has it
-        return list(zip((-uses).tolist(), dirty, self._table.last_use[ids].tolist(), ids.tolist(), strict=True))
+        tier, pins, dirty, last_use, use_at = (
+            table.tier_at,
+            table.pins_at,
+            table.dirty_at,
+            table.last_use_at,
+            outlook.use_at,
+        )
+        for page_id in dict.fromkeys(changed):
+            if tier[page_id] == DEVICE and not pins[page_id]:
+                order = self._orders.get(table.slot_class(page_id))
+                if order is not None:
+                    use = use_at[page_id]
+                    order.push((-use, use < FAR and dirty[page_id], last_use[page_id], page_id))
+        changed.clear()

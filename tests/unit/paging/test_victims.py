@@ -39,7 +39,7 @@ def test_changes_that_nobody_asks_after_are_not_kept_for_ever(tmp_path):
         for _ in range(30):
             for expert in (3, 4, 5):
                 pages.read(expert)
-        assert len(pages.manager.pager.victims._changed) <= 20
+        assert len(pages.manager.pager.victims.changed) <= 20
         pages.check()
     assert sum(numbers) > 3
     pages.manager.close()
