@@ -11,10 +11,8 @@ from megascale_omni.paging.flights import FlightKind, Flights
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.residency import displaced_before
-from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import HOST, Arena
-from megascale_omni.paging.victims import Victims
 
 
 class Loads(Protocol):
@@ -39,13 +37,11 @@ class Ahead:
         outlook: Outlook,
         *,
         flights: Flights,
-        shadows: Shadows,
-        victims: Victims,
         pace: Pace,
         loader: Loads,
     ) -> None:
         self._table, self._device, self._outlook = table, device, outlook
-        self._flights, self._shadows, self._victims = flights, shadows, victims
+        self._flights = flights
         self._pace, self._loader = pace, loader
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self.stuck = False
@@ -84,8 +80,7 @@ class Ahead:
                 slot_class = self._table.slot_class(page_id)
                 if not self._device.has_room(slot_class):
                     # There is room once one of those that leave has left.
-                    leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep)
-                    if leaving or not self._shadows.of_page(page_id).may_load(page_id):
+                    if self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep):
                         self.stuck = True
                         return
                     self._outlook.update()
@@ -93,9 +88,6 @@ class Ahead:
                     if number >= always:
                         held_until = self._held_until(self._table.class_at[page_id])
                         before = displaced_before(number, before, held_until, always=always)
-                    if self._victims.latest_use(slot_class) <= before:  # nobody would leave for it
-                        self.stuck = True
-                        return
                 if not loader.load(page_id, ahead=before):
                     self.stuck = True
                     return

@@ -68,10 +68,9 @@ class Departures:
         leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep)
         count = victims_at_once(device.limit(slot_class) or 0) - len(leaving)
         if (wait and count > 0) or not leaving:
-            for victim in self._victims.choose(slot_class, count=count, before=needed_before):
-                self.evict(victim)
-                if device.used(slot_class) < used:  # a clean page is gone at once, and one was asked for
-                    return True
+            chosen = self._victims.choose(slot_class, count=count, before=needed_before)
+            if self._let_go(slot_class, chosen):
+                return True
             if wait:
                 leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep)
         if not wait:
@@ -88,14 +87,31 @@ class Departures:
         self._flights.reap(stay=keep)
         return True
 
+    def _let_go(self, slot_class: SlotClass, chosen: list[int]) -> bool:
+        """Pages begin to leave, one after the other; where a clean one is gone at once, and true, the others stay."""
+        shadow = self._shadows.of(slot_class)
+        shadow.leave(chosen)
+        for number, victim in enumerate(chosen):
+            if self._start(victim):
+                others = chosen[number + 1 :]
+                self._victims.changed += others
+                for page_id in others:
+                    shadow.stayed(page_id)
+                return True
+        return False
+
     def evict(self, page_id: int, *, to_disk: bool = False) -> None:
         """Starts a page's way out; a clean page without a place in the host arena is gone at once."""
+        self._shadows.of_page(page_id).leave((page_id,))
+        self._start(page_id, to_disk=to_disk)
+
+    def _start(self, page_id: int, *, to_disk: bool = False) -> bool:
+        """The same, as far as bytes go. Whether it is gone."""
         table, tiers = self._table, self._tiers
         slot_class, slot = table.slot_class(page_id), table.slot_at[page_id]
         source, mover, disk = tiers.device.tensor(slot_class, slot), tiers.mover, tiers.disk
         assert mover is not None
         assert disk is not None
-        self._shadows.of(slot_class).left(page_id)
         self._pace.left()
         host_slot = None if to_disk else self._host.admit(page_id)
         if host_slot is not None:
@@ -110,6 +126,8 @@ class Departures:
             self._counts["bytes_written"] += slot_class.nbytes
         else:
             self._gone(page_id, TierKind.DISK, -1)
+            return True
+        return False
 
     def landed(self, page_id: int, flight: Flight, *, stay: bool) -> None:
         """A leaving page's bytes are safe where its flight went: it leaves, or, wanted meanwhile, is to ``stay``."""

@@ -21,8 +21,9 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
     """Raises RuntimeError, with the equation, unless
 
     slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page
-    is in the device arena; no pin count is negative; pages held are those with pins; a page on disk is clean and has a place there; a page on its way
-    comes from where its row says, and no lease holds it; a page that is worked on in host memory lies there and stays.
+    is in the device arena; no pin count is negative, and pages held are those with pins; a page on disk is clean and
+    has a place there; a page on its way comes from where its row says, and no lease holds it; a page that is worked on
+    in host memory lies there and stays.
     """
     for arena in (pager.tiers.device, pager.tiers.host):
         arena.check_integrity()

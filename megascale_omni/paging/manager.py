@@ -346,15 +346,24 @@ class ExpertManager:
         write: bool = False,
         zeros: Sequence[Plane] = (),
         deciding: tuple[Plane, ...] = (),
+        released: Callable[[], None] | None = None,
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """Sweeps pages one by one: (expert, slice) and the page's elements in each of ``planes``.
 
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
         are made, filled with zeros. Where all pages of the planes ``deciding`` lie in host memory, those that lie there
-        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`.
+        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`. ``released`` is called whenever a
+        page has been let go of, before the next one is brought.
         """
         return self._sweeps.pages(
-            module, names, planes=planes, phase=phase, write=write, zeros=zeros, deciding=deciding
+            module,
+            names,
+            planes=planes,
+            phase=phase,
+            write=write,
+            zeros=zeros,
+            deciding=deciding,
+            released=released,
         )
 
     def page_tensor(self, page_id: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
 
 
-_NOTHING = np.zeros(1)
+_NOTHING, _ONE = np.zeros(1), np.ones(1)
 
 
 @dataclass
@@ -89,7 +89,7 @@ def expected_use(
     is how many visits ahead an uncertain use still weighs much, see [Note: what is known of experts].
     """
     p = experts.frequency
-    weight, unused = _NOTHING, np.ones_like(p)
+    weight, unused = _NOTHING, _ONE
     stepped: np.ndarray = experts.stepped
     backwards, unknown, stepping, time = 0, 0, experts.stepping, 0
     read_forward = False
@@ -128,7 +128,7 @@ def expected_use(
             return np.full_like(p, float(time))  # certain, and the first: what follows would come to the same
         weight = weight + unused * chance * math.exp((now - time) / horizon)
         unused = unused * (1.0 - chance)
-        unused[unused < NEGLIGIBLE] = 0.0
+        unused = np.where(unused < NEGLIGIBLE, 0.0, unused)
         if not unused.any():
             break
     if plane is not Plane.GRADIENT:  # of these, what has no use in this step is dropped with it

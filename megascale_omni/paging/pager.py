@@ -33,7 +33,7 @@ from megascale_omni.paging.readers import copy_of
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE, HOST, TierKind
-from megascale_omni.paging.victims import Victims
+from megascale_omni.paging.victims import MOST_CHANGES, Victims
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ class Pager:
             tiers.device,
             outlook,
             flights=self.flights,
-            shadows=self.shadows,
-            victims=self.victims,
             pace=self.pace,
             loader=self,
         )
@@ -150,7 +148,9 @@ class Pager:
         """Takes a pin from each page: those that nobody else holds may leave."""
         self.table.unpin(page_ids)
         if self.can_evict:
-            self.victims.give_back(page_ids.tolist())
+            self.victims.changed += page_ids.tolist()
+            if len(self.victims.changed) > MOST_CHANGES:
+                self.victims.forget()
 
     def _bring(self, page_ids: np.ndarray) -> None:
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()

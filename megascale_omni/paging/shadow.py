@@ -127,12 +127,12 @@ class ShadowLru:
     def not_loaded(self, page_id: int) -> None:
         """There was no room after all."""
         self._credit += 1
-        self.left(page_id)
+        self.leave((page_id,))
 
-    def left(self, page_id: int) -> None:
-        """We let a page leave."""
-        if page_id in self._order:
-            self._missing.add(page_id)
+    def leave(self, page_ids: Iterable[int]) -> None:
+        """We let pages leave."""
+        order = self._order
+        self._missing.update([page_id for page_id in page_ids if page_id in order])
 
     def stayed(self, page_id: int) -> None:
         """A page that was to leave stays."""
@@ -149,20 +149,21 @@ class ShadowLru:
 
     def _shrink(self, pinned: Callable[[int], bool], keep: Sequence[int]) -> None:
         """Lets the pages used longest ago leave until the rest fits; those that leases hold stay."""
-        excess = len(self._order) - self._slots()
+        order = self._order
+        excess = len(order) - self._slots()
         if excess <= 0:
             return
         leaving = []
-        for page_id in self._order:
-            if page_id in keep or pinned(page_id):
+        for page_id in order:
+            if pinned(page_id) or page_id in keep:
                 continue
             leaving.append(page_id)
             if len(leaving) == excess:
                 break
         for page_id in leaving:
-            del self._order[page_id]
+            del order[page_id]
             self._held[page_id] = False
-            self._missing.discard(page_id)
+        self._missing.difference_update(leaving)
 
 
 class Shadows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,6 +83,7 @@ class Sweeps:
         write: bool,
         zeros: Sequence[Plane],
         deciding: tuple[Plane, ...],
+        released: Callable[[], None] | None,
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.sweep`."""
         if not names:
@@ -106,3 +107,5 @@ class Sweeps:
                 yield name, work.tensors()
             finally:
                 work.release()
+            if released is not None:
+                released()

@@ -39,41 +39,38 @@ class _Order:
     def __init__(self, keys: list[_Key]) -> None:
         self._sorted = keys
         self._place = 0  # of the first that has not been passed over
-        self._heap: list[tuple[_Key, int]] = []
-        self._newest: dict[int, int] = {}  # number of the newest entry of a page in the heap
-        self._number = 0
+        self._heap: list[_Key] = []
+        self._newest: dict[int, _Key] = {}  # the newest entry in the heap, by page
 
     def push(self, key: _Key) -> None:
         """A page has changed; this is what is true of it now."""
-        self._number += 1
-        self._newest[key[3]] = self._number
-        heapq.heappush(self._heap, (key, self._number))
-
-    def first(self, may_leave: Callable[[int], bool]) -> _Key | None:
-        """The first that may leave; what stands before it is passed over for good."""
-        keys, heap, newest = self._sorted, self._heap, self._newest
-        while self._place < len(keys):
-            page_id = keys[self._place][3]
-            if page_id not in newest and may_leave(page_id):
-                break
-            self._place += 1
-        while heap and (newest[heap[0][0][3]] != heap[0][1] or not may_leave(heap[0][0][3])):
-            heapq.heappop(heap)
-        sorted_key = keys[self._place] if self._place < len(keys) else None
-        return heap[0][0] if heap and (sorted_key is None or heap[0][0] < sorted_key) else sorted_key
+        self._newest[key[3]] = key
+        heapq.heappush(self._heap, key)
 
     def take(self, count: int, *, before: float, may_leave: Callable[[int], bool]) -> list[int]:
-        """The first ``count`` that are needed after ``before``, in order; they are gone from here."""
-        found: list[int] = []
+        """The first ``count`` that may leave and are needed after ``before``, in order; they are gone from here.
+
+        What stands before them is passed over for good.
+        """
+        keys, heap, newest = self._sorted, self._heap, self._newest
+        place, end, found = self._place, len(self._sorted), []
         while len(found) < count:
-            key = self.first(may_leave)
-            if key is None or -key[0] <= before:
+            while place < end and (keys[place][3] in newest or not may_leave(keys[place][3])):
+                place += 1
+            while heap and (newest[heap[0][3]] is not heap[0] or not may_leave(heap[0][3])):
+                heapq.heappop(heap)
+            of_heap = bool(heap) and (place == end or heap[0] < keys[place])
+            if not of_heap and place == end:
+                break
+            key = heap[0] if of_heap else keys[place]
+            if -key[0] <= before:
                 break
             found.append(key[3])
-            if self._heap and self._heap[0][0] is key:
-                heapq.heappop(self._heap)
+            if of_heap:
+                heapq.heappop(heap)
             else:
-                self._place += 1
+                place += 1
+        self._place = place
         return found
 
 
@@ -99,26 +96,23 @@ class Victims:
         self._epoch = -1
         self._passed = 0
 
-    def give_back(self, page_ids: list[int]) -> None:
-        """Leases gave pages back. What changes without anybody asking must not pile up."""
-        self.changed += page_ids
-        if len(self.changed) > MOST_CHANGES:
-            self.changed.clear()
-            self._orders.clear()
+    def forget(self) -> None:
+        """Nobody has asked for long: candidates are put in order anew when somebody does."""
+        self.changed.clear()
+        self._orders.clear()
 
     def choose(self, slot_class: SlotClass, *, count: int, before: float) -> list[int]:
-        """Up to ``count`` pages of a class to evict, first to go first: those of ``choose_victims``."""
-        found = self._order(slot_class).take(count, before=before, may_leave=self._may_leave)
-        self.changed += found  # who stays all the same will be asked again
+        """Up to ``count`` pages of a class to evict, first to go first: those of ``choose_victims``.
+
+        One that does not begin to leave after all has to be added to ``changed``.
+        """
+        order = self._order(slot_class)
+        found = order.take(count, before=before, may_leave=self._may_leave)
         shadow = self._shadows.of(slot_class)
         if shadow.count_held(found) > shadow.allowance:
+            self.changed += found
             return choose_victims(self.snapshot(slot_class), count=count, needed_before=before)
         return found
-
-    def latest_use(self, slot_class: SlotClass) -> float:
-        """When the page of a class that would go first is needed; minus infinity where nobody may leave."""
-        key = self._order(slot_class).first(self._may_leave)
-        return -np.inf if key is None else -key[0]
 
     def _may_leave(self, page_id: int) -> bool:
         table = self._table
@@ -176,7 +170,9 @@ class Victims:
             self._passed = passed
         if not changed:
             return
-        tier, pins, dirty, last_use, use_at = (
+        orders, class_at = self._orders, table.class_at
+        only = next(iter(orders.values())) if len(table.classes) == 1 else None
+        tier, pins, dirty, last_use, uses = (
             table.tier_at,
             table.pins_at,
             table.dirty_at,
@@ -185,8 +181,8 @@ class Victims:
         )
         for page_id in dict.fromkeys(changed):
             if tier[page_id] == DEVICE and not pins[page_id]:
-                order = self._orders.get(table.slot_class(page_id))
+                order = only or orders.get(table.classes[class_at[page_id]])
                 if order is not None:
-                    use = use_at[page_id]
-                    order.push((-use, use < FAR and dirty[page_id], last_use[page_id], page_id))
+                    use = uses[page_id]
+                    order.push((-use, use < FAR and dirty[page_id], last_use[page_id], page_id))  # as order_of_going
         changed.clear()

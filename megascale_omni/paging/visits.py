@@ -50,6 +50,7 @@ class Visits:
         self._manager = manager
         self.in_host: tuple[Plane, ...] = ()
         """Planes whose pages decide, where they lie in host memory, that a page is stepped there."""
+        self._asks: tuple[tuple[int, int], int] = (0, 0), 0  # (slots, pages always asked for), and what follows
         self._next: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
 
     def begin(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
@@ -79,8 +80,7 @@ class Visits:
         pager = self._manager.pager
         if not (pager.can_evict and self._manager.prefetches):
             return
-        slots = min((pager.tiers.device.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes})
-        room = pages_ahead(slots, always=pager.pace.ahead())
+        room = self._room(module)
         parts, found = [], 0
         for start in range(0, len(coming), 2 * room):  # all at once, pages that are not there yet included
             part = coming[start : start + 2 * room]
@@ -94,6 +94,15 @@ class Visits:
         wanted = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if len(wanted):
             pager.prefetch(wanted)
+
+    def _room(self, module: PagedModule) -> int:
+        """How many pages to ask for."""
+        pager = self._manager.pager
+        slots = min((pager.tiers.device.limit(c) or 0) for c in module.slot_classes)
+        key = slots, pager.pace.ahead()
+        if self._asks[0] != key:
+            self._asks = key, pages_ahead(slots, always=key[1])
+        return self._asks[1]
 
     def _next_visit_pages(self, count: int) -> np.ndarray:
         """Pages that the next visit will probably use."""
