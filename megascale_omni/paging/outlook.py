@@ -161,7 +161,7 @@ class Outlook:
         self._here = np.zeros(0, dtype=bool)  # page indices of the module that the current visit needs
         self._values = np.zeros(0)
         self._now = np.zeros(0)  # the same, but for pages that the current visit has still to use
-        self.use_at = memoryview(self._now)
+        self.use_at = self._now.data
         """When a page is used next, as of the last :meth:`update`: by page id, as plain numbers."""
         self._places: list[int] = []  # of these (numbers in the module), and their ids [pages, planes]
         self._place_ids = np.zeros((0, 0), dtype=np.int64)
@@ -261,7 +261,7 @@ class Outlook:
             self._generation = generation
         if len(self._values) < num_pages:
             self._values, self._now = np.full(num_pages, FAR), np.full(num_pages, FAR)
-            self.use_at = memoryview(self._now)
+            self.use_at = self._now.data
             self._stale.update(range(len(self._numbering.entries)))
         for module in self._stale:
             for planes in self._alike:  # pages of others have no use that is known

@@ -104,7 +104,7 @@ class Pager:
         """Gives an absent page a slot; contents are undefined."""
         slot_class = self.table.slot_class(page_id)
         if self.can_evict:
-            self.shadows.of_page(page_id).create(page_id, pinned=self.table.pins_at.__getitem__)
+            self.shadows.of_page(page_id).create(page_id, pinned=self.table.is_pinned)
         slot = self.departures.take_slot(slot_class, wait=True)
         assert slot is not None
         self.tiers.copier.acquired([self.tiers.device.tensor(slot_class, slot)])  # whoever was coming there is dropped
@@ -155,8 +155,7 @@ class Pager:
     def _bring(self, page_ids: np.ndarray) -> None:
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         missing = [p for p in away if not self.flights.is_coming(p)] if self.flights else away
-        pinned = self.table.pins_at.__getitem__
-        self.shadows.use(page_ids, here=lambda p: p not in missing, pinned=pinned)
+        self.shadows.use(page_ids, here=lambda p: p not in missing, pinned=self.table.is_pinned)
         flying = [p for p in page_ids.tolist() if p in self.flights] if self.flights else []
         if not away and not flying:
             return

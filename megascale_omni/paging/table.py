@@ -62,8 +62,8 @@ class PageTable:
         self._show()
 
     def _show(self) -> None:
-        self.tier_at, self.pins_at, self.dirty_at = map(memoryview, (self.tier, self.pins, self.dirty))
-        self.last_use_at, self.class_at, self.slot_at = map(memoryview, (self.last_use, self.class_index, self.slot))
+        self.tier_at, self.pins_at, self.dirty_at = self.tier.data, self.pins.data, self.dirty.data
+        self.last_use_at, self.class_at, self.slot_at = self.last_use.data, self.class_index.data, self.slot.data
 
     def grow(self) -> None:
         """Adds rows for the pages of modules that registered since; new pages are absent."""
@@ -131,6 +131,10 @@ class PageTable:
             self.slot[page_id] = -1
         self.dirty[page_id] = False
         return slot
+
+    def is_pinned(self, page_id: int) -> bool:
+        """Whether a lease holds a page."""
+        return page_id in self.held
 
     def check_present(self, page_ids: np.ndarray) -> None:
         """Raises RuntimeError where one of the pages to be leased is absent."""

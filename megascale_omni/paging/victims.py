@@ -53,7 +53,8 @@ class _Order:
         What stands before them is passed over for good.
         """
         keys, heap, newest = self._sorted, self._heap, self._newest
-        place, end, found = self._place, len(self._sorted), []
+        place, end = self._place, len(self._sorted)
+        found: list[int] = []
         while len(found) < count:
             while place < end and (keys[place][3] in newest or not may_leave(keys[place][3])):
                 place += 1
@@ -184,5 +185,6 @@ class Victims:
                 order = only or orders.get(table.classes[class_at[page_id]])
                 if order is not None:
                     use = uses[page_id]
-                    order.push((-use, use < FAR and dirty[page_id], last_use[page_id], page_id))  # as order_of_going
+                    written = use < FAR and bool(dirty[page_id])  # as order_of_going has it
+                    order.push((-use, written, last_use[page_id], page_id))
         changed.clear()
