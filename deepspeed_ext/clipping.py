@@ -68,6 +68,7 @@ class ModuleClipping:
         self._gradients, self._shards = gradients, shards
         gradients.takes_sums, gradients.takes_norms = True, self._is_one
         self._dense = dense_gradients(optimizer, names)
+        self._dense.bulk = next((experts.manager.bulk for experts in gradients.modules), None)
         self._dense.install(self)
         if dist.get_rank() == 0:
             logger.warning("%s", say_what_changes(config, base=self.clipper.base, mpus=mpus))
@@ -150,6 +151,7 @@ class SkippingClipping:
         self._max_norm = max_norm
         self._gradients = gradients
         self._dense: DenseGradients = dense_gradients(optimizer, {id(p): n for n, p in model.named_parameters()})
+        self._dense.bulk = next((experts.manager.bulk for experts in gradients.modules), None)
         self._dense.install(self)
 
     @property

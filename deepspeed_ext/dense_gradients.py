@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megascale_omni.bulk import Bulk, Factor, bulk_for
 from megascale_omni.clipping import GradientPart
-
-Factor = torch.Tensor | float
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,12 @@ class _Piece:
 
 
 class DenseGradients(ABC):
-    """One optimizer's gradients. ``names``: of the model's parameters, by id."""
+    """One optimizer's gradients. ``names``: of the model's parameters, by id.
+
+    ``bulk`` multiplies them (None: chosen by device).
+    """
+
+    bulk: Bulk | None = None
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:  # noqa: ANN401 - DeepSpeed's have no base
         self._optimizer = optimizer
@@ -78,25 +82,33 @@ class DenseGradients(ABC):
     def install(self, verdict: Verdict) -> None:
         """From now on the optimizer asks ``verdict``."""
 
-    def _apply(self, verdict: Verdict, name: str, gradient: torch.Tensor) -> None:
-        self._multiply(gradient, verdict.limit(name))
+    def _apply(self, verdict: Verdict, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._multiply((gradient, verdict.limit(name)) for name, gradient in named)
 
-    def _multiply(self, gradient: torch.Tensor, limit: Limit | None) -> None:
-        """Without a pass over gradients that stay as they are."""
-        factor = 1.0 if limit is None else self.factor(limit)
-        if float(factor) < 1.0:
-            gradient.mul_(factor)
+    def _multiply(self, limited: Iterable[tuple[torch.Tensor, Limit | None]]) -> None:
+        """All at once, and without a pass over gradients that stay as they are."""
+        groups: dict[Limit, list[torch.Tensor]] = {}
+        for gradient, limit in limited:
+            if limit is not None:
+                groups.setdefault(limit, []).append(gradient)
+        factors = {limit: self.factor(limit) for limit in groups}
+        small = [limit for limit, factor in factors.items() if float(factor) < 1.0]
+        if small:
+            bulk = self.bulk or bulk_for(groups[small[0]][0].device)
+            bulk.scale([groups[limit] for limit in small], [factors[limit] for limit in small])
 
     def _apply_to(self, verdict: Verdict, flat: torch.Tensor, pieces: list[_Piece]) -> None:
         """One product for each run of pieces with the same limit."""
+        runs: list[tuple[torch.Tensor, Limit | None]] = []
         start = stop = 0
         current: Limit | None = None
         for piece in [*pieces, _Piece("", flat.numel(), 0)]:
             limit = verdict.limit(piece.name) if piece.name else None
             if piece.start != stop or limit != current:
-                self._multiply(flat.narrow(0, start, stop - start), current)
+                runs.append((flat.narrow(0, start, stop - start), current))
                 start, current = piece.start, limit
             stop = piece.start + piece.length
+        self._multiply(runs)
 
 
 class _Zero(DenseGradients):
@@ -290,8 +302,7 @@ class Bf16Gradients(_Whole):
                 return []
             left_out = verdict.decide()
             if not left_out:
-                for name, gradient in self._named():
-                    self._apply(verdict, name, gradient)
+                self._apply(verdict, self._named())
             return [torch.tensor([math.nan if left_out else verdict.norm], device=self._device)], {}
 
         optimizer.get_grads_for_norm = get_grads_for_norm
@@ -327,9 +338,12 @@ class UnfusedGradients(_Whole):
 
         def unscale_and_clip_grads(total_norm: object, apply_scale: bool = True) -> float:
             optimizer._global_grad_norm = verdict.norm
-            for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-                for half, master in zip(halves, masters, strict=True):
-                    self._apply(verdict, self._names[id(half)], master.grad)
+            pairs = (
+                (self._names[id(half)], master.grad)
+                for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+                for half, master in zip(halves, masters, strict=True)
+            )
+            self._apply(verdict, pairs)
             return 1.0
 
         optimizer.overflow_checker.check = check
@@ -364,8 +378,7 @@ class PlainGradients(_Whole):
             optimizer.overflow = verdict.decide()
             if optimizer.overflow:
                 return None
-            for name, gradient in self._named():
-                self._apply(verdict, name, gradient)
+            self._apply(verdict, self._named())
             return stock_step(*args, **kwargs)
 
         optimizer.step = MethodType(step, optimizer)  # a method, because schedulers wrap `step.__func__`

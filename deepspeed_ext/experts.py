@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed_ext.expert_parallel import exchange_counts, exchange_rows
 from deepspeed_ext.recognise import Description
 from deepspeed_ext.run import Run
+from megascale_omni.experts.combine import Combine
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.tokens import ComingCounts
 from megascale_omni.paging.planes import Plane
@@ -134,16 +135,18 @@ class HfExperts(DeepSpeedExperts):
         weights_Tk = top_k_weights if routing_weights is None else routing_weights
         if index_Tk is None or weights_Tk is None or index_Tk.shape != weights_Tk.shape:
             raise ValueError(f"{self.path}: experts need indices and weights [tokens, top-k] of the router")
-        order_N = torch.argsort(index_Tk.reshape(-1), stable=True)
         coming = ComingCounts(self._counts_of(index_Tk))
-        x_Nh = hidden_states.index_select(0, order_N // index_Tk.shape[1])
+        combine = Combine.of_routing(index_Tk, each=self.eager)
+        weights_N = weights_Tk.reshape(-1).index_select(0, combine.order_N)
+        by_index = self.run.ranks.size == 1 and self.context.backend.by_index
+        x = hidden_states if by_index else hidden_states.index_select(0, combine.token_N)
         *counts, strange = coming.wait()
         if strange:
             chosen = index_Tk[(index_Tk < 0) | (index_Tk >= self.all_experts)][0]
             raise ValueError(f"{self.path}: the router chose expert {int(chosen)} of {self.all_experts}")
-        y_Nh = self._outputs(x_Nh, counts)
-        weighted_Nh = y_Nh * weights_Tk.reshape(-1).index_select(0, order_N).unsqueeze(-1)
-        return self._combine(weighted_Nh, order_N, index_Tk, hidden_states.dtype)
+        if by_index:
+            return super().forward(x, counts, weights_N, combine.token_N, combine)
+        return self._combine(self._outputs(x, counts) * weights_N.unsqueeze(-1), combine, hidden_states.dtype)
 
     def _counts_of(self, index_Tk: torch.Tensor) -> torch.Tensor:
         """``[E + 1]``: rows of each expert, and of none. The host need not wait for its size, as for bincount's."""
@@ -160,24 +163,24 @@ class HfExperts(DeepSpeedExperts):
         plan = exchange_counts(ranks, counts)
         received_Mh = exchange_rows(x_Nh, plan.sent, plan.received, ranks)
         sorted_M, local_counts = plan.by_local_expert(x_Nh.device)
+        if self.context.backend.by_index:  # each row that came is read, and its output lands, where it is
+            y_Mh = super().forward(received_Mh, local_counts, None, sorted_M)
+            return exchange_rows(y_Mh, plan.received, plan.sent, ranks)
         y_Mh = super().forward(received_Mh.index_select(0, sorted_M), local_counts)
         back_M = torch.empty_like(sorted_M)
         back_M[sorted_M] = torch.arange(len(sorted_M), device=sorted_M.device)
         return exchange_rows(y_Mh.index_select(0, back_M), plan.received, plan.sent, ranks)
 
-    def _combine(
-        self, weighted_Nh: torch.Tensor, order_N: torch.Tensor, index_Tk: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    @staticmethod
+    def _combine(weighted_Nh: torch.Tensor, combine: Combine, dtype: torch.dtype) -> torch.Tensor:
         """A token's weighted outputs added as stock adds them, ``[T, h]`` in ``dtype``."""
-        (tokens, top_k), hidden = index_Tk.shape, weighted_Nh.shape[1]
-        row_Tk = torch.empty_like(order_N)
-        row_Tk[order_N] = torch.arange(len(order_N), device=order_N.device)
-        if not self.eager:
-            return weighted_Nh.index_select(0, row_Tk).view(tokens, top_k, hidden).sum(dim=1).to(dtype)
-        ascending_Tk = row_Tk.view(tokens, top_k).gather(1, index_Tk.argsort(dim=1))
+        (tokens, top_k), hidden = combine.position_Tk.shape, weighted_Nh.shape[1]
+        if not combine.each:
+            rows_N = combine.position_Tk.reshape(-1)
+            return weighted_Nh.index_select(0, rows_N).view(tokens, top_k, hidden).sum(dim=1).to(dtype)
         total_Th = weighted_Nh.new_zeros(tokens, hidden, dtype=dtype)
         for place in range(top_k):
-            total_Th = total_Th + weighted_Nh.index_select(0, ascending_Tk[:, place]).to(dtype)
+            total_Th = total_Th + weighted_Nh.index_select(0, combine.position_Tk[:, place]).to(dtype)
         return total_Th
 
 

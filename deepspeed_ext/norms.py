@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
+from megascale_omni.bulk import Bulk, bulk_for
+
 
 class SharedNorm:
     """The pages' norm of the step at hand, handed to a DeepSpeed optimizer.
 
     Args:
-        optimizer: DeepSpeed's, as the engine holds it. max_norm: ``gradient_clipping``; 0 for none.
+        optimizer: DeepSpeed's, as the engine holds it. max_norm: ``gradient_clipping``; 0 for none. bulk: multiplies
+        gradients of a plain optimizer (None: chosen by device).
 
     Raises:
         ValueError: an optimizer that is not known.
     """
 
-    def __init__(self, optimizer: Any, *, max_norm: float) -> None:  # noqa: ANN401 - DeepSpeed's classes have no base
+    def __init__(self, optimizer: Any, *, max_norm: float, bulk: Bulk | None = None) -> None:  # noqa: ANN401
         self.max_norm = max_norm
+        self.bulk = bulk
         self.experts = 0.0
         """Norm of all experts' gradients, the same on every rank; may be infinite or NaN."""
         self.total: float | None = None
@@ -48,8 +52,8 @@ class SharedNorm:
         total = torch.stack(norms).pow(2).sum().pow(0.5)
         self.total = float(total)
         self._plain = torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(self._plain)
+        if gradients:
+            (self.bulk or bulk_for(gradients[0].device)).scale([gradients], [self._plain])
 
     def plain_coefficient(self) -> float:
         """Of the last :meth:`clip_plain`."""

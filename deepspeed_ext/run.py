@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.config import Section
 from deepspeed_ext.messages import said_in_json
+from megascale_omni.bulk import bulk_for
 from megascale_omni.experts.backends import Backend, backend_for
 from megascale_omni.experts.products import Products, products_for
 from megascale_omni.experts.workspace import Workspace
@@ -80,7 +81,8 @@ class Run:
         products = products_for(device=device, choice=section.config.compute.cpu_products, workspace=workspace)
         backend = backend_for(device=device, choice=section.config.compute.backend)
         options = paging_options(section.config.paging, device)
-        manager = ExpertManager(device=device, schedule=Schedule(), options=options)
+        bulk = bulk_for(device, choice=section.config.compute.backend)
+        manager = ExpertManager(device=device, schedule=Schedule(), options=options, bulk=bulk)
         heat, observe = section.config.heat, section.config.observe
         observation = Observation(
             manager, heat=heat, observe=observe, rank=dist.get_rank(), world=dist.get_world_size()

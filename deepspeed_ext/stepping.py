@@ -63,7 +63,7 @@ class ExpertsStep:
         self._average = average
         self._counted_once = counted_once(run)
         self.clipping = self._clipping(model, max_norm)
-        self.norm = self.clipping or SharedNorm(optimizer, max_norm=max_norm)
+        self.norm = self.clipping or SharedNorm(optimizer, max_norm=max_norm, bulk=run.manager.bulk)
         arithmetic = arithmetic_of(basic, device=run.manager.arena.device, kernels=run.backend.name == "triton")
         bindings = self._bindings(modules, places)
         add_state(run, bindings)

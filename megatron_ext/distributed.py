@@ -52,12 +52,13 @@ class MegaScaleDDP(DistributedDataParallel):
         )
         named = [(n, m) for n, m in module.named_modules() if isinstance(m, MegaScaleExperts)]
         self.paged_experts = [experts for _, experts in named]
-        wire = patches.active_runtime().config.distributed.grad_wire
+        distributed = patches.active_runtime().config.distributed
+        wire, travel = distributed.grad_wire, distributed.dispatcher == "groups" and distributed.move != "tokens"
         self.gradients = ExpertGradients(self.paged_experts, wire=wire)
-        if named and wire != "fp32" and self.expt_dp_group.size() == 1:
+        if named and wire != "fp32" and self.expt_dp_group.size() == 1 and not travel:
             patches.active_runtime().warn_once(
                 f"distributed.grad_wire={wire} has no effect where no expert has a second copy (expert data parallel "
-                "size 1): no gradient of one travels; add ranks, or leave --megascale-grad-wire out"
+                "size 1) and no pages travel: no gradient of one does; add ranks, or leave --megascale-grad-wire out"
             )
         self.gradient_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.loss_listener: Callable[[torch.Tensor], None] | None = None
@@ -65,8 +66,12 @@ class MegaScaleDDP(DistributedDataParallel):
         self.micro_batches: int | None = None  # of this step, as stock's schedule says
         self.last_gradients: LastGradients | None = None
         if named and self._completes_in_backward():
-            last = LastGradients(self.gradients, scale=self.gradient_scale, backwards=lambda: self.micro_batches)
-            self.last_gradients = last
+            self.last_gradients = LastGradients(
+                self.gradients,
+                scale=self.gradient_scale,
+                backwards=lambda: self.micro_batches,
+                ends_run=ddp_config.check_for_nan_in_grad,
+            )
         # The first chunk of a run with experts tells the schedule when a step begins.
         self._begins_steps = bool(self.paged_experts) and self.paged_experts[0].pages.entry.module == 0
         self._chunk = getattr(innermost(module), "vp_stage", None) or 0
@@ -171,11 +176,11 @@ class MegaScaleDDP(DistributedDataParallel):
         # With overlap_grad_reduce buckets are on their way already and stock checks each as it leaves.
         if self.ddp_config.overlap_grad_reduce:
             return None
-        for name, parameter in self.module.named_parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None and not bool(torch.isfinite(torch.linalg.vector_norm(gradient.float()))):
-                return f"parameter {name}"
-        return None
+        gradients = ((name, getattr(p, "main_grad", None)) for name, p in self.module.named_parameters())
+        norms = {name: torch.linalg.vector_norm(g.float()) for name, g in gradients if g is not None}
+        if not norms or bool(torch.isfinite(torch.stack(list(norms.values()))).all()):  # an accelerator tells once
+            return None
+        return next(f"parameter {name}" for name, norm in norms.items() if not bool(torch.isfinite(norm)))
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """As stock; gradient pages are multiplied too."""

@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module, impor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.tokens import Index
+from megascale_omni.experts.tokens import ComingCounts, Index
 from megascale_omni.optimizer.paged_adam import PagedAdam
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.planes import Plane
@@ -146,7 +146,9 @@ class MegaScaleExperts(PagedExperts):
             return super().forward(x_Nh, tokens_per_expert.tolist(), None), None
         return super().forward(x_Nh, tokens_per_expert.tolist(), probs_N), None
 
-    def compute(self, x_Th: torch.Tensor, counts: Sequence[int], probs_N: torch.Tensor, index: Index) -> torch.Tensor:
+    def compute(
+        self, x_Th: torch.Tensor, counts: Sequence[int] | ComingCounts, probs_N: torch.Tensor, index: Index
+    ) -> torch.Tensor:
         """The sum ``[T, h]`` of each token's experts; see :meth:`PagedExperts.forward`."""
         return super().forward(x_Th, counts, probs_N, index)
 

@@ -33,7 +33,8 @@ class LocalTokenDispatcher(MoETokenDispatcher):
     """Takes the place of stock's dispatcher (see :func:`takes_the_place_of`); the layer asks it for the experts' sum.
 
     Tokens ``[T, h]`` pass through: :meth:`compute` gives them to the experts with the index of their rows. On an
-    accelerator the host waits once, for the numbers of tokens, which have been on their way since the router.
+    accelerator the host waits once, for the numbers of tokens, which have been on their way since the router; not where
+    experts go ahead without them: a token has ``moe_router_topk`` experts at most, and rows are made for so many.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
@@ -62,9 +63,14 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         (map_ET, coming), self._routed = self._routed, None
+        num_experts, num_tokens = map_ET.shape
+        if experts.goes_ahead:
+            expert_N, index_N = rows_of_map(map_ET, num_tokens * min(self.config.moe_router_topk, num_experts))
+            place_N = (index_N * num_experts + expert_N).clamp_min(0)  # of rows of nobody: their result goes nowhere
+            return experts.compute(hidden_states, coming, probs.reshape(-1).index_select(0, place_N), index_N)
         counts = coming.wait()
         expert_N, index_N = rows_of_map(map_ET, sum(counts))
-        probs_N = probs.reshape(-1).index_select(0, index_N * map_ET.shape[0] + expert_N)
+        probs_N = probs.reshape(-1).index_select(0, index_N * num_experts + expert_N)
         return experts.compute(hidden_states, counts, probs_N, index_N)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:

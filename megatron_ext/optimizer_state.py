@@ -255,6 +255,9 @@ class OptimizerState:
         for own, group in zip(self._adam.param_groups, loaded.groups, strict=True):
             own.update({key: value for key, value in group.items() if key not in ("params", "step")})
         self._adam.set_num_steps(loaded.steps)
+        for manager in {source.experts.manager for source in self._described}:
+            if manager.schedule.moment.step == 0:  # reports and routing that are written down go on
+                manager.schedule.resume_at(loaded.steps)
 
     def _taken(self, state: dict[Any, Any]) -> _Loaded:
         """Takes a state apart; ``state`` itself is left with what is the dense optimizer's."""

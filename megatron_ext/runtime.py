@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megascale_omni.bulk import bulk_for
 from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.config import MegaScaleConfig
 from megascale_omni.experts.backends import Backend, backend_for
@@ -82,7 +83,8 @@ class Runtime:
         products = products_for(device=device, choice=config.compute.cpu_products, workspace=workspace)
         backend = backend_for(device=device, choice=config.compute.backend)
         options = paging_options(config.paging, device)
-        manager = ExpertManager(device=device, schedule=Schedule(), options=options)
+        bulk = bulk_for(device, choice=config.compute.backend)
+        manager = ExpertManager(device=device, schedule=Schedule(), options=options, bulk=bulk)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         observation = Observation(manager, heat=config.heat, observe=config.observe, rank=rank, world=world)
         if config.heat.frozen == "reroute":
@@ -131,7 +133,13 @@ class Runtime:
         """
         options = self.config.distributed
         links = None if self.topology is None else self.topology.link_costs(ranks)
-        return GroupOptions(move=options.move, discovery=options.discovery, links=links, cache=options.group_cache)
+        return GroupOptions(
+            move=options.move,
+            discovery=options.discovery,
+            links=links,
+            cache=options.group_cache,
+            grad_wire=options.grad_wire,
+        )
 
     def warn_once(self, message: str) -> None:
         """Says on the first rank, once a run, what an option cannot do on these ranks."""

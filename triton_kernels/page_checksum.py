@@ -28,7 +28,7 @@ def page_checksum(pages, blocks, out, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
     """Two sums over a page's words, the second of which sees their order.
 
     Formula: s1 = sum_i w_i, s2 = sum_i (i + 1) w_i, both modulo 2^64 (Fletcher's idea).
-    Shapes: w uint32 words of a page, out int64 [pages, 2].
+    Shapes: w int32 words of a page, out int64 [pages, 2].
     Layout: a row of ``pages`` is (address, words). Integer sums have no order, so programs add theirs atomically. A
         program is BLOCK words of one page.
     """
@@ -38,7 +38,7 @@ def page_checksum(pages, blocks, out, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
     tl.device_assert(address != 0, "a page that is not resident is read")
     at = start + tl.arange(0, BLOCK)
     mask = at < count_at(pages + 2 * page + 1, ALIGNED)
-    w = tl.load(pointer_to(address, tl.int32, True) + at, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+    w = tl.load(pointer_to(address, tl.int32, True) + at, mask=mask, other=0).to(tl.int64)
     tl.atomic_add(out + 2 * page, tl.sum(w, axis=0), sem="relaxed")
     tl.atomic_add(out + 2 * page + 1, tl.sum(w * (at + 1), axis=0), sem="relaxed")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from megascale_omni.kernels.checks import require
 from megascale_omni.kernels.segments import (
     DTYPES,
     all_aligned,
@@ -20,7 +21,7 @@ from megascale_omni.kernels.segments import (
     same_device,
     upload,
 )
-from megascale_omni.optimizer.arithmetic import StepScalars
+from megascale_omni.optimizer.arithmetic import AdamSegment, StepScalars
 from megascale_omni.optimizer.history import StepRecord
 
 BLOCK = 1024
@@ -36,8 +37,10 @@ def paged_adam(
     blocks,
     records,
     clip,
+    stop,
     DECOUPLED: tl.constexpr,
     CLIP: tl.constexpr,
+    STOP: tl.constexpr,
     GRADIENT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -49,11 +52,14 @@ def paged_adam(
         m = fma(1 - b1, g - m, m)  (b1 <= 1/2: fma(m - g, b1, g));
         v = fma(1 - b2, g g, b2 v);  p = fma(-lr / (1 - b1^t), m / (sqrt(v) / sqrt(1 - b2^t) + eps), p).
     Shapes: p, m, v fp32 [n], g [n] of dtype GRADIENT (none: zero in the last step, too), weight [n] of dtype WEIGHT,
-        records fp32 [steps, 8].
+        records fp32 [steps, 8], stop int32 [1] (none: 0).
     Layout: a row of ``segments`` holds the addresses of p, m, v, g, weight (0 for none), n, first record, records.
-        Where m and v are missing, moments are zeros and stay so. Division and root round correctly, nothing else is
-        fused: the bits of torch's foreach kernels. A program is BLOCK elements.
+        Where m and v are missing, moments are zeros and stay so. Where stop is not 0 nothing is changed. Division and
+        root round correctly, nothing else is fused: the bits of torch's foreach kernels. A program is BLOCK elements.
     """
+    if STOP:
+        if tl.load(stop) != 0:
+            return
     number = tl.program_id(0)
     row = segments + tl.load(blocks + 2 * number) * COLUMNS
     start = count_at(blocks + 2 * number + 1, ALIGNED)
@@ -97,23 +103,12 @@ def paged_adam(
         tl.store(pointer_to(weight, WEIGHT, ALIGNED) + start + at, p.to(WEIGHT), mask=mask & (weight != 0))
 
 
-@dataclass(frozen=True)
-class AdamSegment:
-    """Elements that are stepped together (flat, contiguous), and the steps that they take.
-
-    ``m`` and ``v`` None: zeros that stay zeros. ``g``: of the last record. ``weight``: where ``p`` goes, rounded.
-    """
-
-    p: torch.Tensor
-    m: torch.Tensor | None
-    v: torch.Tensor | None
-    records: Sequence[StepRecord]
-    g: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-
-
-def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float | None = None) -> None:
+def launch_adam(
+    segments: Sequence[AdamSegment], *, decoupled: bool, clip: float | None = None, stop: torch.Tensor | None = None
+) -> None:
     """Steps segments in one launch; see :func:`paged_adam`. Gradients are multiplied by ``clip`` where it is given.
+
+    Nothing changes where the device finds ``stop`` (int32 ``[1]``) not to be 0.
 
     Raises:
         ValueError: a tensor that does not fit, a gradient without moments, a moment without the other one.
@@ -130,19 +125,20 @@ def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float
         for name, tensor in (("m", segment.m), ("v", segment.v), ("g", segment.g), ("weight", segment.weight)):
             if tensor is not None and tensor.device != device:
                 raise ValueError(f"{name}: on {tensor.device}, must be on {device} like p")
-    records = [record for segment in segments for record in segment.records]
-    scalars = np.asarray([astuple(StepScalars.of(record)) for record in records], dtype=np.float64)
-    table, first = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64), 0
+    if stop is not None:
+        require("stop", stop, dtype=torch.int32, device=device, shape=(1,))
+    table, records = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64), _Records()
     for number, s in enumerate(segments):
         addresses = [0 if t is None else t.data_ptr() for t in (s.p, s.m, s.v, s.g, s.weight)]
-        table[number] = (*addresses, s.p.numel(), first, len(s.records))
-        first += len(s.records)
+        table[number] = (*addresses, s.p.numel(), records.place(s.records), len(s.records))
     blocks = blocks_of(table[:, 5], BLOCK)
     paged_adam[(len(blocks),)](
-        *upload(device, table, blocks, scalars.astype(np.float32)),
+        *upload(device, table, blocks, records.table()),
         1.0 if clip is None else clip,
+        stop,
         DECOUPLED=decoupled,
         CLIP=clip is not None,
+        STOP=stop is not None,
         GRADIENT=_one_dtype("g", [s.g for s in segments]),
         WEIGHT=_one_dtype("weight", [s.weight for s in segments]),
         ALIGNED=all_aligned(table[:, :6]),
@@ -150,6 +146,26 @@ def launch_adam(segments: Sequence[AdamSegment], *, decoupled: bool, clip: float
         num_warps=4,
         enable_fp_fusion=False,  # a multiplication that is followed by an addition rounds twice, as torch's do
     )
+
+
+class _Records:
+    """The steps of all segments; those that many have in common are there once."""
+
+    def __init__(self) -> None:
+        self._scalars: list[tuple[float, ...]] = []
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def place(self, records: Sequence[StepRecord]) -> int:
+        """Where ``records`` begin in the table."""
+        key = tuple(map(id, records))
+        if key not in self._known:
+            self._known[key] = len(self._scalars)
+            self._scalars += [astuple(StepScalars.of(record)) for record in records]
+        return self._known[key]
+
+    def table(self) -> np.ndarray:
+        """fp32 ``[steps, 8]``."""
+        return np.asarray(self._scalars, dtype=np.float64).astype(np.float32)
 
 
 def _check(segment: AdamSegment) -> None:

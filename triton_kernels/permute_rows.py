@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from megascale_omni.kernels.checks import require
+from megascale_omni.kernels.segments import DTYPES
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = tuple(DTYPES)
 _INTS = (torch.int32, torch.int64)
 BLOCK = 1024
 
@@ -42,14 +44,24 @@ def permute_rows(x, source, scale, out, rows, hidden, SCALE: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["rows"])
 def unpermute_rows(
-    y, position, weight, out, rows, hidden, TOPK: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+    y,
+    position,
+    weight,
+    out,
+    rows,
+    hidden,
+    TOPK: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Every token's rows, weighted and summed.
 
     Formula: out[t] = sum_k weight[t, k] y[position[t, k]].
     Shapes: y [N, hidden] (N = ``rows``), position [T, k] (-1: dropped), weight [T, k] (none: 1), out [T, hidden].
-    Layout: row-major; sums are fp32, k ascending, rounded once. A position that is no row gives NaN. A program is
-        BLOCK columns of one token.
+    Layout: row-major; products are rounded to PRODUCT; sums are fp32, k ascending, rounded once, or (EACH) products and
+        every sum to out's dtype. A position that is no row gives NaN. A program is BLOCK columns of one token.
     """
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,8 +70,12 @@ def unpermute_rows(
         row, there, instead = row_of(position + t * TOPK + k, rows)
         value = tl.load(y + row * hidden + at, mask=(at < hidden) & there, other=instead).to(tl.float32)
         if WEIGHT:
-            value = value * tl.load(weight + t * TOPK + k).to(tl.float32)
+            value = (value * tl.load(weight + t * TOPK + k).to(tl.float32)).to(PRODUCT).to(tl.float32)
+        if EACH:
+            value = value.to(out.dtype.element_ty).to(tl.float32)
         total += value
+        if EACH:
+            total = total.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + t * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)
 
 
@@ -87,16 +103,16 @@ def row_products(y, position, grad, out, rows, hidden, TOPK: tl.constexpr, BLOCK
 def sum_rows(y, order, bounds, out, rows, tokens, hidden, BLOCK: tl.constexpr):
     """Every token's rows summed, however many it has.
 
-    Formula: out[t] = sum over i from bounds[t] to bounds[t + 1] - 1 of y[order[i]].
-    Shapes: y [N, hidden] (N = ``rows``), order int64 [N] (a permutation), bounds int64 [T + 1] (T = ``tokens``),
+    Formula: out[t] = sum over i from bounds[t + 1] to bounds[t + 2] - 1 of y[order[i]].
+    Shapes: y [N, hidden] (N = ``rows``), order int64 [N] (a permutation), bounds int64 [T + 2] (T = ``tokens``),
         out [T, hidden].
-    Layout: row-major; sums are fp32, i ascending, rounded once. Where bounds leave rows out all sums are NaN. A program
-        is BLOCK columns of one token.
+    Layout: row-major; sums are fp32, i ascending, rounded once. Rows before bounds[1] are of no token. Where bounds
+        leave rows out all sums are NaN. A program is BLOCK columns of one token.
     """
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, count = tl.load(bounds + t), tl.load(bounds + t + 1) - tl.load(bounds + t)
-    whole = (tl.load(bounds) == 0) & (tl.load(bounds + tokens) == rows)
+    first, count = tl.load(bounds + t + 1), tl.load(bounds + t + 2) - tl.load(bounds + t + 1)
+    whole = (tl.load(bounds) == 0) & (tl.load(bounds + tokens + 1) == rows)
     tl.device_assert(whole, "index: a row is of a token that does not exist")
     total = tl.zeros((BLOCK,), dtype=tl.float32) + tl.where(whole, 0.0, float("nan"))
     for i in range(count.to(tl.int32)):
@@ -126,9 +142,17 @@ def permute(
 
 
 def unpermute(
-    y: torch.Tensor, position: torch.Tensor, *, weight: torch.Tensor | None = None, debug: bool = False
+    y: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    each: bool = False,
+    debug: bool = False,
 ) -> torch.Tensor:
-    """Sums of every token's rows, ``[T, hidden]``; see :func:`unpermute_rows`. Raises ValueError, likewise."""
+    """Sums of every token's rows, ``[T, hidden]``; see :func:`unpermute_rows`. Raises ValueError, likewise.
+
+    Products have the dtype that torch would give them; ``each``: every sum is rounded, as where rows come one by one.
+    """
     require("y", y, dtype=_FLOATS, device=y.device, shape=(None, None))
     require("position", position, dtype=_INTS, device=y.device, shape=(None, None))
     tokens, hidden = position.shape[0], y.shape[1]
@@ -136,9 +160,11 @@ def unpermute(
         require("weight", weight, dtype=_FLOATS, device=y.device, shape=tuple(position.shape))
     out = y.new_empty(tokens, hidden)
     if out.numel():
+        product = y.dtype if weight is None else torch.promote_types(y.dtype, weight.dtype)
         unpermute_rows[(tokens, triton.cdiv(hidden, BLOCK))](
             y, position, weight, out, y.shape[0], hidden,
-            TOPK=position.shape[1], WEIGHT=weight is not None, BLOCK=BLOCK, debug=debug,
+            TOPK=position.shape[1], WEIGHT=weight is not None, PRODUCT=DTYPES[product], EACH=each, BLOCK=BLOCK,
+            debug=debug, enable_fp_fusion=False,  # a product is rounded before it is added
         )  # fmt: skip
     return out
 
@@ -159,7 +185,7 @@ def weight_gradient(
 
 
 def sum_by_token(y: torch.Tensor, index: torch.Tensor, tokens: int, *, debug: bool = False) -> torch.Tensor:
-    """``[tokens, hidden]``: the sum of the rows ``y`` of each token, of which row ``n`` has number ``index[n]``.
+    """``[tokens, hidden]``: the sum of the rows ``y`` of each token; row ``n`` is of token ``index[n]``, -1 of none.
 
     In ascending order of rows, whatever ran first; see :func:`sum_rows`. Nothing waits for the device. Raises
     ValueError, likewise; where an index is no token, all sums are NaN, and ``debug`` traps.
@@ -171,7 +197,24 @@ def sum_by_token(y: torch.Tensor, index: torch.Tensor, tokens: int, *, debug: bo
     hidden, out = y.shape[1], y.new_empty(tokens, y.shape[1])
     if out.numel():
         sorted_index, order = torch.sort(index.long(), stable=True)
-        bounds = torch.searchsorted(sorted_index, torch.arange(tokens + 1, device=y.device))
+        bounds = torch.searchsorted(sorted_index, torch.arange(-1, tokens + 1, device=y.device))
+        grid = (tokens, triton.cdiv(hidden, BLOCK))
+        sum_rows[grid](y, order, bounds, out, y.shape[0], tokens, hidden, BLOCK=BLOCK, debug=debug)
+    return out
+
+
+def sum_segments(y: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, *, debug: bool = False) -> torch.Tensor:
+    """``[T, hidden]``: sum ``t`` is that of ``y[order[starts[t]:starts[t + 1]]]``, the last one of all that are left.
+
+    In this order; see :func:`sum_rows`, whose docstring also says what ``order`` must be. Raises ValueError, likewise.
+    """
+    require("y", y, dtype=_FLOATS, device=y.device, shape=(None, None))
+    require("order", order, dtype=torch.int64, device=y.device, shape=(y.shape[0],))
+    require("starts", starts, dtype=torch.int64, device=y.device, shape=(None,))
+    tokens, hidden = starts.shape[0], y.shape[1]
+    out = y.new_empty(tokens, hidden)
+    if out.numel():
+        bounds = F.pad(F.pad(starts, (0, 1), value=y.shape[0]), (1, 0))
         grid = (tokens, triton.cdiv(hidden, BLOCK))
         sum_rows[grid](y, order, bounds, out, y.shape[0], tokens, hidden, BLOCK=BLOCK, debug=debug)
     return out

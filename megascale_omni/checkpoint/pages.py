@@ -238,7 +238,7 @@ def _entry(piece: ExpertsPiece, name: PageName, plane: Plane, chunk: Callable[[]
 def _chunk(experts: PagedExperts, name: PageName, plane: Plane, page_id: int, register: Register) -> Callable[[], Data]:
     manager = experts.manager
     numel = experts.layout.page_numel(name[1])
-    moves = manager.pager.can_evict
+    moves = manager.pager.can_evict or manager.arena.device.type != "cpu"  # a device's bytes have to be copied, too
     read = _copying(manager, page_id) if moves else _reading(manager, page_id, numel)
     return register(page_id, read, numel * experts.pages.dtypes[plane].itemsize, copies=moves)
 

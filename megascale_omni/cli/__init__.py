@@ -15,7 +15,7 @@ from megascale_omni import __version__
 
 COMMANDS: tuple[str, ...] = tuple(
     f"megascale_omni.cli.{name}"
-    for name in ("checkpoint", "clip", "env", "heat", "plan", "residency", "topology", "trace")
+    for name in ("checkpoint", "clip", "compact", "env", "heat", "plan", "residency", "resize", "topology", "trace")
 )
 
 

@@ -26,11 +26,11 @@ def _told(experts: Sequence[int], state: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the last states, module by module; returns 0."""
-    from megascale_omni.heat.report import read_report
+    from megascale_omni.heat.report import of_newest_ranks, read_report
     from megascale_omni.heat.states import Heat
     from megascale_omni.pictures.heat import draw_heat, heat_grid
 
-    reports = read_report(args.folder)
+    reports = of_newest_ranks(read_report(args.folder))
     grid, steps, begins = heat_grid(reports)
     ends = [row for row, _ in begins[1:]] + [len(grid)]
     print(f"after step {steps[-1]}:")

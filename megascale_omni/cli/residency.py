@@ -16,12 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints totals; returns 0."""
-    from megascale_omni.heat.report import read_report
-    from megascale_omni.pictures.residency import TIER_LABELS, draw_residency, residency_series
+    from megascale_omni.heat.report import of_newest_ranks, read_report
+    from megascale_omni.pictures.residency import TIER_LABELS, budgets_of, draw_residency, residency_series
 
     reports = read_report(args.folder)
     series = residency_series(reports)
-    print(f"{len(series['step'])} steps on {len(reports)} rank{'s' * (len(reports) > 1)}")
+    count, ranks = len(series["step"]), len(of_newest_ranks(reports))
+    print(f"{count} step{'s' * (count > 1)} on {ranks} rank{'s' * (ranks > 1)}")
+    for step, limit in budgets_of(series):
+        print(f"  device budget from step {step:.0f} on: {limit / 2**20:,.1f} MiB")
     for tier, label in TIER_LABELS.items():
         print(f"  {label}: {series[tier][-1] / 2**20:,.1f} MiB at the end, {series[tier].max() / 2**20:,.1f} at most")
     print(f"  page faults: {int(series['faults'].sum())}")

@@ -64,17 +64,21 @@ def _show(args: argparse.Namespace) -> None:
 
 def _replay(args: argparse.Namespace) -> None:
     from megascale_omni.config import parse_budget
-    from megascale_omni.paging.replay import replay
+    from megascale_omni.paging.replay import check_policy, replay
 
-    policies = [name.strip() for name in args.policy.split(",")]
-    budgets = {text.strip(): parse_budget(text.strip(), key="--budget") for text in args.budget.split(",")}
+    policies = [check_policy(name) for name in _listed(args.policy)]
+    budgets = {text: parse_budget(text, key="--budget") for text in _listed(args.budget)}
+    if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise ValueError(f"--json={args.json} cannot be written: give a file in a folder that is there")
     trace = _read(args.file)
+    if not len(trace.numbers):
+        raise ValueError(f"{args.file} holds no use of a page: the run ended before its first step")
     found: list[tuple[str, Moved]] = []
     for text, budget in budgets.items():
         for policy in policies:
             moved = replay(
                 trace,
-                policy=policy,  # type: ignore[arg-type]
+                policy=policy,
                 budget=budget,
                 prefetch=not args.no_prefetch,
                 together=args.together and policy == "ours",
@@ -83,7 +87,15 @@ def _replay(args: argparse.Namespace) -> None:
     _print(found)
     if args.json:
         content = {"trace": args.file, "replays": [{"budget": text, **moved.as_json()} for text, moved in found]}
-        Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json={args.json} cannot be written: {error.strerror}; give another file") from error
+
+
+def _listed(text: str) -> list[str]:
+    """The words between commas, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 def _print(found: list[tuple[str, Moved]]) -> None:

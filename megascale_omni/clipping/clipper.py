@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megascale_omni.bulk import TORCH, Bulk, bulk_for
 from megascale_omni.clipping.calibration import (
     Calibration,
     Observation,
@@ -58,7 +59,7 @@ class CMSAClipper:
         mpus: modules and who belongs to them; the same on every rank. base: the norm that thresholds refer to.
         config: options (``mode`` is taken to be cmsa). ranks: who puts sums together. experts: (expert, a parameter of
         it) of every expert on any rank whose untouched elements do not count (see :class:`GradientPart`); the same on
-        every rank. speaks: whether this process logs.
+        every rank. speaks: whether this process logs. bulk: who multiplies gradients (None: chosen by their device).
 
     Raises:
         ValueError: ``base`` is not above 0.
@@ -73,6 +74,7 @@ class CMSAClipper:
         ranks: Ranks | None = None,
         experts: Sequence[tuple[str, str]] = (),
         speaks: bool = True,
+        bulk: Bulk | None = None,
     ) -> None:
         if not base > 0:
             raise ValueError(f"CMSA needs a clipping norm above 0, not {base}; give clip.base or --clip-grad, e.g. 1.0")
@@ -83,6 +85,7 @@ class CMSAClipper:
         self.last: ClipReport | None = None
         self.skipped_steps = 0
         self.calibration = Calibration() if self.config.alpha == "auto" else fixed(float(self.config.alpha))
+        self.bulk = bulk
         self._speaks = speaks
         self._losses: list[tuple[int | None, Loss]] = []
         self._expert_rows: dict[tuple[str, int], int] = {}  # one for each module that an expert has parameters of
@@ -210,10 +213,17 @@ class CMSAClipper:
         by_module: dict[int, list[torch.Tensor]] = {}
         for name, parameter in named:
             assert parameter.grad is not None
-            by_module.setdefault(self.mpus.index(name), []).append(local_tensor(parameter.grad))
-        for index, gradients in by_module.items():
+            index = self.mpus.index(name)
             if report.modules[index].coefficient < 1.0:
-                torch._foreach_mul_(gradients, report.modules[index].coefficient)
+                by_module.setdefault(index, []).append(local_tensor(parameter.grad))
+        if by_module:
+            bulk = self.bulk or bulk_for(next(iter(by_module.values()))[0].device)
+            coefficients = [report.modules[index].coefficient for index in by_module]
+            if bulk.name != TORCH.name:
+                bulk.scale(list(by_module.values()), coefficients)
+            else:
+                for gradients, coefficient in zip(by_module.values(), coefficients, strict=True):
+                    torch._foreach_mul_(gradients, coefficient)
         return report
 
     def _sums(

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megascale_omni.config import BackendChoice
-from megascale_omni.paging.leases import Wave
+from megascale_omni.paging.layout import PageLayout
+from megascale_omni.paging.leases import Wave, WholeWave
 
 if TYPE_CHECKING:
     from megascale_omni.experts.function import ExpertsContext
-    from megascale_omni.experts.rows import Rows
+    from megascale_omni.experts.rows import ComingRows, Rows
 
 
 class ForwardCall(Protocol):
     """One forward over a module's experts; waves come in ascending order of (expert, slice)."""
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """Computes the pages of a wave."""
         ...
 
@@ -36,7 +37,7 @@ class BackwardCall(Protocol):
 
     gprobs_N: torch.Tensor | None
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """Computes the pages of a wave; gradient pages are written where the wave has them."""
         ...
 
@@ -51,10 +52,17 @@ class Backend(Protocol):
     name: str
     by_index: bool
 
+    def schedules(self, layout: PageLayout) -> bool:
+        """Whether it computes experts of this layout where only the device knows how many tokens each has.
+
+        Then calls may be made for :class:`ComingRows`, with an index, and get one :class:`WholeWave`.
+        """
+        ...
+
     def forward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         x_Nh: torch.Tensor,
         probs_N: torch.Tensor | None,
         *,
@@ -71,7 +79,7 @@ class Backend(Protocol):
     def backward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
         needs: tuple[bool, bool],

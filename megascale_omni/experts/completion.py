@@ -6,6 +6,11 @@ scale, measure) is done while it is still in the device arena; a sweep over all 
 back. Where no norm of all gradients is needed before the step, the page is stepped at once as well, and its gradient
 never leaves: of an expert that got tokens weights, moments and gradient are in the arena together, once.
 
+A page whose gradient is not finite is not stepped: the run ends, or the step, on every rank. Where kernels measure
+gradients the host would wait for each to learn that. So where such a gradient ends the run in any case, kernels that
+step a page read on the device whether there is one (*stop*), and leave all as it is from then on; the host learns of it
+after the backward, from all numbers at once. Elsewhere it reads the numbers of a wave together.
+
 Both need to know which backward is the last one. An adapter tells how many a module has in a step; where it cannot
 tell, pages wait. One more backward than was told would add to a gradient that has been used already: that is refused.
 """
@@ -49,10 +54,12 @@ class Finisher(Protocol):
 class Completion:
     """Who completes a module's gradients in the backward: ``begin(active experts)`` gives the one for this call.
 
-    ``uses`` counts the optimizer's steps by the gradients at hand. ``gone``: some were not kept after theirs.
+    ``in_backward``: whether it ever gives one. ``uses`` counts the optimizer's steps by the gradients at hand.
+    ``gone``: some were not kept after theirs.
     """
 
     begin: Callable[[Sequence[int]], Finisher | None] = lambda active: None
+    in_backward: bool = False
     uses: int = 0
     gone: bool = False
 
@@ -82,8 +89,22 @@ class PageStepper(Protocol):
         """Planes beside weight and gradient that a step works on; None where it does not step these experts."""
         ...
 
-    def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
-        """Applies the coming step to a page; ``pages`` holds weight and gradient, and the planes named above."""
+    def reads_stop(self, experts: PagedExperts) -> bool:
+        """Whether :meth:`step_at_once` takes a ``stop`` for pages in the device arena."""
+        ...
+
+    def step_at_once(
+        self,
+        experts: PagedExperts,
+        name: PageName,
+        pages: dict[Plane, torch.Tensor],
+        *,
+        stop: torch.Tensor | None = None,
+    ) -> bool:
+        """Applies the coming step to a page; ``pages`` holds weight and gradient, and the planes named above.
+
+        Where ``stop`` (int32 ``[1]`` on the device) is not 0 the page stays as it is. False where the host saw that.
+        """
         ...
 
     @property
@@ -102,18 +123,28 @@ class LastGradients:
 
     Args:
         gradients: the chunk's. scale: what they are multiplied by after the last backward. backwards: how many a module
-        has in this step, None where nobody knows.
+        has in this step, None where nobody knows. ends_run: whether a gradient that is not finite ends the run before
+        the optimizer's step.
     """
 
-    def __init__(self, gradients: ExpertGradients, *, scale: float, backwards: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        gradients: ExpertGradients,
+        *,
+        scale: float,
+        backwards: Callable[[], int | None],
+        ends_run: bool = False,
+    ) -> None:
         self.gradients = gradients
         self.scale = scale
+        self.ends_run = ends_run
         self.stepper: PageStepper | None = None
         self._backwards = backwards
         self._seen: dict[PagedExperts, int] = {}
         gradients.last = self
         for experts in gradients.modules:
             experts.context.completion.begin = partial(self._begin, experts)
+            experts.context.completion.in_backward = True
 
     def reset(self) -> None:
         """A new step begins. RuntimeError where pages were stepped and the optimizer's step never came."""
@@ -143,27 +174,39 @@ class _Finisher:
         planes = None if last.stepper is None else last.stepper.planes_at_once(experts)
         self._stepper = None if planes is None else last.stepper
         self.planes = planes or ()
+        self._stop: torch.Tensor | None = None
+        if self._stepper is not None and last.ends_run and self._stepper.reads_stop(experts):
+            self._stop = self._gradients.stop_on(experts.manager.arena.device)
 
     @torch.no_grad()
     def wave(self, wave: Wave) -> None:
         """See the protocol."""
         experts, gradients = self._experts, wave.leases[Plane.GRADIENT]
         stepped: list[PageName] = []
-        for name in wave.items:
-            self._gradients.complete(experts, name, gradients.page(*name), scale=self._scale)
-            self._gradients.done.add((experts, name))
-            # A gradient that is not finite ends the run, or the step, on every rank: its page waits for them.
-            if self._stepper is not None and self._gradients.non_finite is None:
-                if not stepped:
-                    wave.leases[Plane.WEIGHT].mark_dirty()
-                pages = {Plane.WEIGHT: wave.leases[Plane.WEIGHT].page(*name), Plane.GRADIENT: gradients.page(*name)}
-                with leased(experts, name, self.planes, deciding=self._stepper.deciding) as others:
-                    self._stepper.step_at_once(experts, name, {**pages, **others})
-                stepped.append(name)
+        # Numbers that come from the device are asked for when all are on their way.
+        together = any(experts.context.backend.measures(gradients.page(*name)) for name in wave.items[:1])
+        for names in (wave.items,) if together else ((name,) for name in wave.items):
+            for name in names:
+                self._gradients.complete(experts, name, gradients.page(*name), scale=self._scale)
+                self._gradients.done.add((experts, name))
+            if self._stepper is not None and (self._stop is not None or self._gradients.non_finite is None):
+                stepped += self._step(self._stepper, wave, names, first=not stepped)
         if stepped:
             self._gradients.stepped.update((experts, name) for name in stepped)
             gradients.release()
             experts.manager.drop(experts.page_ids(Plane.GRADIENT, stepped))
+
+    def _step(self, stepper: PageStepper, wave: Wave, names: Sequence[PageName], *, first: bool) -> list[PageName]:
+        """Steps pages of a wave; those that were."""
+        experts, stepped = self._experts, []
+        if first:
+            wave.leases[Plane.WEIGHT].mark_dirty()
+        for name in names:
+            pages = {plane: wave.leases[plane].page(*name) for plane in (Plane.WEIGHT, Plane.GRADIENT)}
+            with leased(experts, name, self.planes, deciding=stepper.deciding) as others:
+                if stepper.step_at_once(experts, name, {**pages, **others}, stop=self._stop):
+                    stepped.append(name)
+        return stepped
 
 
 @contextmanager

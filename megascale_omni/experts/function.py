@@ -27,6 +27,7 @@ saved has been written to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,11 +36,11 @@ from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
 from megascale_omni.experts.completion import Completion
 from megascale_omni.experts.products import Products
-from megascale_omni.experts.rows import Blocks, Rows
+from megascale_omni.experts.rows import Blocks, ComingRows, Rows
 from megascale_omni.experts.tokens import Index, Segments, gather_rows, of_row, room_for_rows, segment_sum
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import PageLayout
-from megascale_omni.paging.leases import PagedModule
+from megascale_omni.paging.leases import PagedModule, Wave, WholeWave
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase, Schedule
@@ -73,6 +74,24 @@ class ExpertsContext:
         """The index that the backend reads tokens by; None where it is given rows."""
         return index_N if self.backend.by_index else None
 
+    def waves(
+        self,
+        rows: Rows | ComingRows,
+        *,
+        planes: Sequence[Plane],
+        phase: Phase,
+        create: Plane | None = None,
+        soon: Sequence[Plane] = (),
+    ) -> Iterator[Wave | WholeWave]:
+        """The waves of a call: pages of the experts that have rows, or all at once where only the device knows."""
+        if isinstance(rows, ComingRows):
+            return self.manager.whole.waves(
+                self.module, rows.coming, num_rows=rows.num_rows, planes=planes, phase=phase, create=create
+            )
+        if phase is Phase.FORWARD:
+            self.manager.routed(self.module, rows.counts)
+        return self.manager.waves(self.module, rows.active, planes=planes, phase=phase, create=create, soon=soon)
+
     def sums(self, rows_Nh: torch.Tensor, index_N: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         """The sum ``[T, h]`` of each token's rows; the rows themselves without an index."""
         return rows_Nh if index_N is None else self.backend.sum_rows(rows_Nh, index_N, num_tokens)
@@ -87,7 +106,7 @@ class ExpertsContext:
 
 def _forward(
     context: ExpertsContext,
-    rows: Rows,
+    rows: Rows | ComingRows,
     x: torch.Tensor,
     probs_N: torch.Tensor | None,
     *,
@@ -99,9 +118,7 @@ def _forward(
     """Runs all waves, which fill ``y`` and ``flat``, the pre-activations."""
     x, index_N = context.given_rows(x, index_N, "rows.tokens"), context.given_index(index_N)
     call = context.backend.forward(context, rows, x, probs_N, flat=flat, y_Nh=y_Nh, index_N=index_N)
-    if phase is Phase.FORWARD:
-        context.manager.routed(context.module, rows.counts)
-    for wave in context.manager.waves(context.module, rows.active, planes=(Plane.WEIGHT,), phase=phase):
+    for wave in context.waves(rows, planes=(Plane.WEIGHT,), phase=phase):
         call.wave(wave)
 
 
@@ -131,7 +148,7 @@ class PagedExpertsFunction(torch.autograd.Function):
         probs_N: torch.Tensor | None,
         anchor: torch.Tensor,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         index: Index | None,
         keep: bool,
     ) -> torch.Tensor:
@@ -163,13 +180,11 @@ class PagedExpertsFunction(torch.autograd.Function):
         planes, create = ((Plane.WEIGHT, Plane.GRADIENT), Plane.GRADIENT) if needs_weights else ((Plane.WEIGHT,), None)
         if needs_weights:
             context.completion.check()
-        finisher = context.completion.begin(rows.active) if needs_weights else None
+        finisher = context.completion.begin(rows.active) if needs_weights and isinstance(rows, Rows) else None
         soon = () if finisher is None else finisher.planes
-        for wave in context.manager.waves(
-            context.module, rows.active, planes=planes, phase=Phase.BACKWARD, create=create, soon=soon
-        ):
+        for wave in context.waves(rows, planes=planes, phase=Phase.BACKWARD, create=create, soon=soon):
             call.wave(wave)
-            if finisher is not None:
+            if finisher is not None and isinstance(wave, Wave):
                 finisher.wave(wave)
         if ctx.room is not None:  # type: ignore[attr-defined]
             work.give_back(ctx.room)  # type: ignore[attr-defined]

@@ -48,7 +48,8 @@ class _Coming:
     """What was measured of a page and is still on the device.
 
     ``check``: the norm that says whether all is finite, where sums do not. ``norms``: None where they were not taken.
-    ``seven``: see ``Backend.statistics``. ``zeros``, ``sums``: whether these were asked for.
+    ``seven``: see ``Backend.statistics``. ``zeros``, ``sums``: whether these were asked for. ``kept``: whether the page
+    stays, so that its statistics are wanted.
     """
 
     experts: PagedExperts
@@ -58,6 +59,7 @@ class _Coming:
     seven: torch.Tensor
     zeros: bool
     sums: bool
+    kept: bool = True
 
     def tensors(self) -> list[torch.Tensor]:
         """All numbers, in the order in which :meth:`read` takes them."""
@@ -102,6 +104,7 @@ class ExpertGradients:
         self._scratch: Scratch = {}
         self._non_finite: str | None = None
         self._coming: list[_Coming] = []
+        self._stop: torch.Tensor | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
         self.last: LastGradients | None = None  # who completes pages in the backward already
         self._uses: dict[PagedExperts, int] = {}  # by the optimizer, when pages were measured
@@ -115,6 +118,12 @@ class ExpertGradients:
         """The first gradient of this step that is not finite, and what is wrong with it."""
         self._read()
         return self._non_finite
+
+    def stop_on(self, device: torch.device) -> torch.Tensor:
+        """int32 ``[1]``: how many gradients completed in this step are not finite, as the device sees it."""
+        if self._stop is None:
+            self._stop = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._stop
 
     def present(self, experts: PagedExperts) -> list[PageName]:
         """The pages (expert, slice) of a module that have a gradient, ascending."""
@@ -138,7 +147,7 @@ class ExpertGradients:
         self._uses.clear()
         self.done.clear()
         self.stepped.clear()
-        self._non_finite = None
+        self._non_finite = self._stop = None
         self._coming.clear()
         if self.last is not None:
             self.last.reset()
@@ -207,15 +216,29 @@ class ExpertGradients:
             raise RuntimeError(f"gradients are scaled after experts were stepped by them; {OFF}")
         self._read()
         for experts in self.modules:
+            for names, pages in self._pages_together(experts):
+                experts.manager.bulk.scale([pages], [factor])
+                for name in names:
+                    self._scale_statistics((experts, name), factor)
+
+    def _pages_together(self, experts: PagedExperts) -> Iterator[tuple[list[PageName], list[torch.Tensor]]]:
+        """All gradient pages of a module, to be written: at once where all pages are here, else one by one."""
+        if experts.manager.pager.can_evict:
             for name, page in self.pages(experts, write=True):
-                page.mul_(factor)
-                known = self._statistics.get((experts, name))
-                if known is not None:
-                    norms = None if known.norms is None else tuple(norm * abs(float(factor)) for norm in known.norms)
-                    sums = None if known.sums is None else known.sums.scaled(float(factor))
-                    # Scaled norms are not to the bit those of scaled tensors.
-                    norms = None if self.by_tensor else norms
-                    self._statistics[experts, name] = PageStatistics(norms, known.nonzeros, sums)
+                yield [name], [page]
+        elif names := self.present(experts):
+            with experts.lease(Plane.GRADIENT, names) as lease:
+                lease.mark_dirty()
+                yield names, [lease.page(*name) for name in names]
+
+    def _scale_statistics(self, key: tuple[PagedExperts, PageName], factor: float | torch.Tensor) -> None:
+        known = self._statistics.get(key)
+        if known is not None:
+            # Scaled norms are not to the bit those of scaled tensors.
+            scaled = known.norms is not None and not self.by_tensor
+            norms = tuple(norm * abs(float(factor)) for norm in known.norms or ()) if scaled else None
+            sums = None if known.sums is None else known.sums.scaled(float(factor))
+            self._statistics[key] = PageStatistics(norms, known.nonzeros, sums)
 
     def squares(self, shards: PageShards) -> float:
         """Sum of squares of gradients this rank owns under ``shards``. Frozen modules have no gradients."""
@@ -320,6 +343,8 @@ class ExpertGradients:
         norms = tuple(self._norms(experts, page)) if self.takes_norms else None
         self._statistics.pop((experts, name), None)
         self._coming.append(_Coming(experts, name, check, norms, seven, self.counts_zeros, self.takes_sums))
+        if self._stop is not None:
+            self._stop += seven[5:6] > 0 if check is None else ~torch.isfinite(check)
         return True
 
     def _read(self) -> None:
@@ -329,7 +354,9 @@ class ExpertGradients:
             return
         numbers = iter(torch.cat([tensor.double() for entry in coming for tensor in entry.tensors()]).tolist())
         for entry in coming:
-            self._statistics[entry.experts, entry.name], wrong = entry.read(numbers)
+            found, wrong = entry.read(numbers)
+            if entry.kept:
+                self._statistics[entry.experts, entry.name] = found
             self._non_finite = self._non_finite or wrong
 
     # -- reduction -----------------------------------------------------------------------------------------------------
@@ -343,7 +370,7 @@ class ExpertGradients:
 
         def read(names: list[PageName], parts: dict[PageName, torch.Tensor]) -> None:
             for name, page in self.pages(experts, names=names):
-                self._check(experts, name, page)
+                self._check_part(experts, name, page)
                 parts[name].copy_(page)
                 if scale != 1.0:
                     parts[name].mul_(scale)
@@ -362,6 +389,15 @@ class ExpertGradients:
                 lease.page(*name).copy_(total)
                 lease.mark_dirty()
             self._take_statistics(experts, name, total)
+
+    def _check_part(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
+        """Checks this rank's part of a sum; where kernels measure, all parts are heard of at once, later."""
+        backend = experts.context.backend
+        if not backend.measures(page):
+            self._check(experts, name, page)
+            return
+        norm = torch.linalg.vector_norm(page, dtype=torch.float32)
+        self._coming.append(_Coming(experts, name, norm, None, backend.statistics(page), False, False, kept=False))
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self._non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,10 +12,11 @@ import torch
 from megascale_omni.checkpoint.scratch import MakeTensors
 from megascale_omni.experts.activation import Activation
 from megascale_omni.experts.backends import Backend
+from megascale_omni.experts.combine import Combine, WeighsOutputs
 from megascale_omni.experts.function import ExpertsContext, PagedExpertsFunction
 from megascale_omni.experts.products import Products
-from megascale_omni.experts.rows import Rows
-from megascale_omni.experts.tokens import Index, of_row
+from megascale_omni.experts.rows import ComingRows, Rows
+from megascale_omni.experts.tokens import STATIC, ComingCounts, Index, of_row
 from megascale_omni.experts.torch_backend import TorchBackend
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.paging.layout import ExpertShape, PageLayout
@@ -114,21 +117,55 @@ class PagedExperts(torch.nn.Module):
         self._anchor.requires_grad_(requires_grad)
         return self
 
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether :meth:`forward` takes numbers of tokens that the host has not seen (see [Note: counts that come
+        later]): kernels that read them on the device, all pages there and up to date, and nothing to be done with
+        gradients in the backward, or to be fetched from other ranks, that depends on them.
+        """
+        context = self.context
+        ahead = STATIC and self.fetch is None and not context.completion.in_backward
+        return ahead and context.backend.schedules(self.layout) and self.manager.whole.is_possible(self.pages)
+
     def forward(
         self,
         x: torch.Tensor,
-        counts: Sequence[int],
+        counts: Sequence[int] | ComingCounts,
         probs_N: torch.Tensor | None = None,
         index: Index | None = None,
+        combine: Combine | None = None,
     ) -> torch.Tensor:
         """Experts' outputs ``[N, h]`` for rows ``x [N, h]`` sorted by expert; ``counts[e]`` of them belong to expert e.
 
         ``probs_N`` scales each row's activation before the down projection; None scales nothing. With an
         ``index`` (int64, or :class:`~megascale_omni.experts.tokens.Segments`) ``x`` are tokens ``[T, h]``, row ``n`` is
-        token ``index[n]``, and the result is the sum ``[T, h]`` of each token's outputs.
+        token ``index[n]``, and the result is the sum ``[T, h]`` of each token's outputs. With ``combine``, which a
+        backend that reads by index may be given beside an index, ``probs_N`` scales outputs instead of activations.
+
+        Where the module :attr:`goes_ahead`, ``counts`` may be on their way. Then ``index`` is a tensor, and may have
+        more rows than there are, the last ones with index -1.
         """
         index_N = of_row(index)
         num_rows = x.shape[0] if index_N is None else index_N.shape[0]
+        rows = self._coming(counts, index) if isinstance(counts, ComingCounts) else self._rows(counts, num_rows)
+        keep = torch.is_grad_enabled() and (
+            x.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
+        )
+        context = self.context
+        if combine is not None:
+            weighs = keep and probs_N is not None and probs_N.requires_grad
+            context = replace(context, backend=cast("WeighsOutputs", context.backend).weighting(combine, keep=weighs))
+        result: torch.Tensor = PagedExpertsFunction.apply(x, probs_N, self._anchor, context, rows, index, keep)
+        return result
+
+    def _coming(self, counts: ComingCounts, index: Index | None) -> ComingRows:
+        if not isinstance(index, torch.Tensor) or counts.on_device.shape != (self.num_experts,):
+            raise RuntimeError(f"{self.path}: counts that come later need an index, and one number an expert")
+        if not self.goes_ahead:
+            raise RuntimeError(f"{self.path}: counts are on their way, and are needed now; wait for them first")
+        return ComingRows(counts, index.shape[0])
+
+    def _rows(self, counts: Sequence[int], num_rows: int) -> Rows:
         if sum(counts) != num_rows or len(counts) != self.num_experts:
             raise RuntimeError(
                 f"{self.path}: {len(counts)} experts with {sum(counts)} tokens were announced, "
@@ -136,13 +173,7 @@ class PagedExperts(torch.nn.Module):
             )
         if self.fetch is not None:
             self.fetch([expert for expert, count in enumerate(counts) if count])
-        keep = torch.is_grad_enabled() and (
-            x.requires_grad or self._anchor.requires_grad or (probs_N is not None and probs_N.requires_grad)
-        )
-        result: torch.Tensor = PagedExpertsFunction.apply(
-            x, probs_N, self._anchor, self.context, Rows.from_counts(counts), index, keep
-        )
-        return result
+        return Rows.from_counts(counts)
 
     def page_ids(self, plane: Plane, names: Sequence[tuple[int, int]]) -> np.ndarray:
         """Page ids (int64) of (expert, slice) names in ``plane``, in the order given; RuntimeError for strange ones."""

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 
 from megascale_omni.paging.layout import PageLayout
+from megascale_omni.paging.whole import Coming
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,17 @@ class Rows:
     def split(self, tensor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """The rows of every expert as views; nothing for None."""
         return () if tensor is None else tensor.split(self.counts)
+
+
+@dataclass(frozen=True)
+class ComingRows:
+    """Rows of experts whose numbers of tokens the host does not know yet: ``num_rows`` of them at most.
+
+    They are where :class:`Rows` of these numbers would be; behind them there may be rows of nobody.
+    """
+
+    coming: Coming
+    num_rows: int
 
 
 class Blocks:

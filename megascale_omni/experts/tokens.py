@@ -15,27 +15,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from megascale_omni.bulk import TORCH, Bulk
 from megascale_omni.experts.workspace import Workspace
 
-_STATIC = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
+STATIC = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 """Whether torch finds a known number of places on an accelerator without telling the host how many there are."""
 
 
 class ComingCounts:
-    """Numbers of tokens on their way from an accelerator to the host, which waits for them once.
+    """Numbers of tokens on their way from an accelerator to the host, which waits for them once, or never.
 
-    Which pages are needed, and how many rows there are, the host has to know; nothing else of a layer makes it wait.
+    Which pages are needed, and how many rows there are, the host has to know where pages leave the device; nothing else
+    of a layer makes it wait. Where all pages are there it goes on without the numbers (see [Note: counts that come
+    later]); ``on_device`` int64 ``[E]`` is what kernels read.
     """
 
     def __init__(self, counts_E: torch.Tensor) -> None:
+        self.on_device = counts_E
         self._counts_E, self._event = counts_E, None
         if counts_E.is_cuda:
             self._counts_E = torch.empty(counts_E.shape, dtype=counts_E.dtype, pin_memory=True)
             self._counts_E.copy_(counts_E, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(counts_E.device))
+
+    @property
+    def have_come(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> list[int]:
         """The numbers."""
@@ -46,8 +54,11 @@ class ComingCounts:
 
 
 def rows_of_map(map_ET: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(expert ``[N]``, token ``[N]``) of each row of a routing map with ``num_rows`` places, ordered by both."""
-    if map_ET.is_cuda and not _STATIC:
+    """(expert ``[N]``, token ``[N]``) of each row of a routing map with ``num_rows`` places, ordered by both.
+
+    Where the map has fewer places, the rows that are left over are last, and their expert and token are -1.
+    """
+    if map_ET.is_cuda and not STATIC:
         expert_N, token_N = map_ET.nonzero(as_tuple=True)
     else:
         expert_N, token_N = torch.nonzero_static(map_ET, size=num_rows).unbind(1)
@@ -58,12 +69,14 @@ def rows_of_map(map_ET: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torc
 class Segments:
     """Sums of rows: result ``i`` is the sum of ``values[items[starts[i]:starts[i + 1]]]``, in that order.
 
-    ``of_item[j]`` is the result that value ``j`` goes to; the inverse direction, a gather, needs nothing else.
+    ``of_item[j]`` is the result that value ``j`` goes to; the inverse direction, a gather, needs nothing else. ``bulk``
+    makes both.
     """
 
     items: torch.Tensor
     starts: torch.Tensor
     of_item: torch.Tensor
+    bulk: Bulk = TORCH
 
     @property
     def num_results(self) -> int:
@@ -84,7 +97,7 @@ def segment_sum(values: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The sums of :class:`Segments` of rows ``[R, h]``."""
     if values.shape[0] == 0 or segments.num_results == 0:
         return values.new_zeros(segments.num_results, values.shape[1])
-    return F.embedding_bag(segments.items, values, segments.starts, mode="sum")
+    return segments.bulk.sum_segments(values, segments.items, segments.starts)
 
 
 def gather_rows(x_Th: torch.Tensor, index_N: torch.Tensor | None, work: Workspace, name: str) -> torch.Tensor:

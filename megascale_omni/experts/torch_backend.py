@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascale_omni.experts.rows import Blocks, Rows
+from megascale_omni.experts.rows import Blocks, ComingRows, Rows
 from megascale_omni.experts.tokens import sum_rows
-from megascale_omni.paging.layout import PageViews
-from megascale_omni.paging.leases import Wave
+from megascale_omni.paging.layout import PageLayout, PageViews
+from megascale_omni.paging.leases import Wave, WholeWave
 from megascale_omni.paging.planes import Plane
 
 if TYPE_CHECKING:
@@ -134,8 +134,9 @@ class _Forward:
         self._y_of, self._probs_of = rows.split(y_Nh), rows.split(probs_N)
         self._down_bias_h: torch.Tensor | None = None
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """Computes the pages of a wave."""
+        assert isinstance(wave, Wave)
         context, items, weights = self._context, wave.items, wave.leases[Plane.WEIGHT]
         layout, work, counts = context.layout, context.workspace, self._rows.counts
         pages = [weights.views(expert, slice_) for expert, slice_ in items]
@@ -224,8 +225,9 @@ class _Backward:
         self.probs_of, self.gprobs_of = rows.split(probs_N), rows.split(self.gprobs_N)
         self.dtype = x_Nh.dtype
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave | WholeWave) -> None:
         """Computes the pages of a wave."""
+        assert isinstance(wave, Wave)
         items, weights, gradients = wave.items, wave.leases[Plane.WEIGHT], wave.leases.get(Plane.GRADIENT)
         context, work, products = self.context, self.context.workspace, self.context.products
         pages = [weights.views(expert, slice_) for expert, slice_ in items]
@@ -303,10 +305,14 @@ class TorchBackend:
     name = "torch"
     by_index = False
 
+    def schedules(self, layout: PageLayout) -> bool:
+        """See the protocol: torch's products take numbers of rows from the host."""
+        return False
+
     def forward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         x_Nh: torch.Tensor,
         probs_N: torch.Tensor | None,
         *,
@@ -316,12 +322,13 @@ class TorchBackend:
     ) -> _Forward:
         """See the protocol."""
         assert index_N is None
+        assert isinstance(rows, Rows)
         return _Forward(context, rows, x_Nh, probs_N, flat=flat, y_Nh=y_Nh)
 
     def backward(
         self,
         context: ExpertsContext,
-        rows: Rows,
+        rows: Rows | ComingRows,
         saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
         gy_Nh: torch.Tensor,
         needs: tuple[bool, bool],
@@ -331,6 +338,7 @@ class TorchBackend:
     ) -> _Backward:
         """See the protocol."""
         assert index_N is None
+        assert isinstance(rows, Rows)
         return _Backward(context, rows, saved, gy_Nh, needs, gx_Nh=gx_Nh)
 
     def sum_rows(self, rows_Nh: torch.Tensor, index_N: torch.Tensor, num_tokens: int) -> torch.Tensor:

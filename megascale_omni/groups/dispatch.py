@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megascale_omni.bulk import TORCH, Bulk
+from megascale_omni.config import GradWire
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.tokens import Segments
 from megascale_omni.groups.cache import GroupCache
@@ -28,7 +30,16 @@ from megascale_omni.groups.discovery import Discovery, discover
 from megascale_omni.groups.functions import exchange, gather, sum_rows
 from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.groups.pages import TravellingPages
-from megascale_omni.groups.plan import Demand, ExpertGroup, Move, Plan, TravelCosts, make_groups, make_plan
+from megascale_omni.groups.plan import (
+    GRADIENT_WIDTH,
+    Demand,
+    ExpertGroup,
+    Move,
+    Plan,
+    TravelCosts,
+    make_groups,
+    make_plan,
+)
 from megascale_omni.groups.rows import (
     ReceivedRows,
     SendRows,
@@ -51,18 +62,22 @@ class GroupOptions:
     Attributes:
         move: tokens, pages, or for each expert what is cheaper. discovery: how counts are exchanged.
         links: seconds between ranks of the group; None: bytes decide. cache: entries of the group cache.
+        grad_wire: what gradients of pages that travelled come home in: fp32, or rounded once to bf16.
     """
 
     move: Move = "auto"
     discovery: Discovery = "allgather"
     links: LinkCosts | None = None
     cache: int = 1024
+    grad_wire: GradWire = "fp32"
 
     @property
     def digest(self) -> int:
         """Equal where ranks make the same plan of the same counts."""
         tables = () if self.links is None else (self.links.seconds_per_byte_PP, self.links.latency_PP)
-        return zlib.crc32(f"{self.move} {self.discovery}".encode() + b"".join(table.tobytes() for table in tables))
+        return zlib.crc32(
+            f"{self.move} {self.discovery} {self.grad_wire}".encode() + b"".join(table.tobytes() for table in tables)
+        )
 
 
 @dataclass
@@ -107,7 +122,14 @@ class GroupDispatcher:
                 "(--expert-tensor-parallel-size): tokens go to where the pages are; use auto or tokens"
             )
         if self.experts is not None and self.spread is None:
-            self.pages = TravellingPages(self.experts, self.channel, first=first, house=self.house)
+            self.pages = TravellingPages(
+                self.experts, self.channel, first=first, house=self.house, wire=self.options.grad_wire
+            )
+
+    @property
+    def bulk(self) -> Bulk:
+        """Who gathers rows and sums them."""
+        return TORCH if self.experts is None else self.experts.manager.bulk
 
     def depart(self, x_Th: torch.Tensor, map_TE: torch.Tensor, probs_TE: torch.Tensor) -> Trip:
         """Exchanges counts, makes the plan and sends every token once to each rank that it needs.
@@ -115,14 +137,15 @@ class GroupDispatcher:
         ``map_TE`` (bool) and ``probs_TE`` are the router's; gradients reach ``x_Th`` and ``probs_TE``.
         """
         map_TE = map_TE if self.columns is None else map_TE.index_select(1, self.columns)
-        sent = send_rows(map_TE, ranks=self.channel.size, columns=self.columns)
+        bulk = self.bulk
+        sent = send_rows(map_TE, ranks=self.channel.size, columns=self.columns, bulk=bulk)
         plan = self._plan(map_TE, sent, x_Th)
         rows_P = plan.demand.rows_PP[:, self.channel.rank]
         if self.pages is not None and self.options.move != "tokens":
             self.pages.prepare(plan)
         if plan.moves:
             kept_E = torch.from_numpy(plan.keeps_token_rows).to(map_TE.device)
-            sent = send_rows(map_TE & kept_E, ranks=self.channel.size, columns=self.columns)
+            sent = send_rows(map_TE & kept_E, ranks=self.channel.size, columns=self.columns, bulk=bulk)
             told = torch.tensor(sent.rows, dtype=torch.int32, device=map_TE.device)
             rows_P = discover(told, self.channel, self.options.discovery)[:, self.channel.rank]
         trip = Trip(self, plan, sent, map_TE, x_Th, probs_TE, tuple(rows_P.tolist()))
@@ -180,6 +203,7 @@ class GroupDispatcher:
                 local_experts=self.local_experts,
                 expert_numel=0 if self.pages is None else self.pages.expert_numel,
                 links=self.options.links or LinkCosts.uniform(self.channel.size),
+                gradient_width=GRADIENT_WIDTH if self.options.grad_wire == "fp32" else 2,
             )
         return self._costs[key]
 
@@ -243,7 +267,9 @@ class Trip:
     def _arrive(self) -> tuple[torch.Tensor, torch.Tensor, ReceivedRows]:
         if self._dispatcher.spread is not None:
             self._gather_for(self._dispatcher.spread)
-        received = received_rows(self._mask_RB, local_experts=self._dispatcher.local_experts)
+        received = received_rows(
+            self._mask_RB, local_experts=self._dispatcher.local_experts, bulk=self._dispatcher.bulk
+        )
         x_Rh, probs_N = self._arrived_Rh, self._wire_N.index_select(0, received.wire_N)
         del self._arrived_Rh, self._mask_RB, self._wire_N
         return x_Rh, probs_N, received
@@ -289,7 +315,7 @@ class Trip:
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], ReceivedRows]:
         """Tokens of this rank for experts whose pages travel, sorted by expert."""
         moved = torch.tensor([move.expert for move in self.plan.moves], device=map_TE.device)
-        chosen = sorted_by_expert(map_TE.index_select(1, moved))
+        chosen = sorted_by_expert(map_TE.index_select(1, moved), bulk=self._dispatcher.bulk)
         columns = self._dispatcher.columns
         column_M = moved if columns is None else columns[moved]
         column_G = column_M.repeat_interleave(torch.tensor(chosen.counts, device=map_TE.device))

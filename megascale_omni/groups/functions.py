@@ -32,7 +32,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, values: torch.Tensor, segments: Segments) -> torch.Tensor:  # type: ignore[override]
         ctx.segments = segments  # type: ignore[attr-defined]
-        return values.index_select(0, segments.of_item)
+        return segments.bulk.take_rows(values, segments.of_item)
 
     @staticmethod
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -47,7 +47,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient.index_select(0, ctx.segments.of_item), None  # type: ignore[attr-defined]
+        segments: Segments = ctx.segments  # type: ignore[attr-defined]
+        return segments.bulk.take_rows(gradient, segments.of_item), None
 
 
 class _Exchange(torch.autograd.Function):

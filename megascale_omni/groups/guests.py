@@ -35,7 +35,7 @@ class GuestHouse:
         key = (experts.layout, dtype, context.activation, id(context.workspace), id(context.backend))
         if key not in self._rooms:
             self._rooms[key] = PagedExperts(
-                manager=ExpertManager(device=experts.manager.arena.device),
+                manager=ExpertManager(device=experts.manager.arena.device, bulk=experts.manager.bulk),
                 path="guests",
                 layout=experts.layout,
                 num_experts=PAGE_BATCH,

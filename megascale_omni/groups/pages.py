@@ -9,9 +9,10 @@ weights of a batch start where the batch before it begins, and the gradients of 
 A member computes a visiting expert with the same code as its own: a small ``PagedExperts`` module, with pages in an
 arena of its own that no budget counts, holds one batch of visitors; one such room serves all layers that are alike.
 Visitors are gone when the batch is done; the backward fetches the weights again, as recomputation would. The owner
-computes its own tokens for an expert that travels in the same way. Each rank's part of the weight gradient is kept and
-sent in fp32, unrounded; parts are added at home by ascending rank, and the sum is rounded where stock rounds: to the
-weights' dtype, before it is added to the gradient of the step.
+computes its own tokens for an expert that travels in the same way. Each rank's part of the weight gradient is kept in
+fp32, unrounded, and so it travels, or (``bf16`` on the wire) rounded once; parts are added at home in fp32, by
+ascending rank, and the sum is rounded where stock rounds: to the weights' dtype, before it is added to the gradient of
+the step. All pages of a batch are copied at once.
 
 [Note: buffers of what travels]
 An expert's buffer is as large whoever belongs to its group. So buffers are lent by the house, to all groups and layers
@@ -26,8 +27,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megascale_omni.config import GradWire
 from megascale_omni.experts.function import forward_phase
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.shards import PageName
 from megascale_omni.groups.channel import Channel, Transfer, Transfers
 from megascale_omni.groups.guests import GuestHouse
 from megascale_omni.groups.plan import PAGE_BATCH, PageMove, Plan
@@ -59,11 +62,17 @@ def empty_weights(experts: PagedExperts) -> torch.Tensor:
 def read_weights(experts: PagedExperts, expert: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """A copy of a local expert's weight pages, caught up with the optimizer; in ``out`` where that is given."""
     flat = empty_weights(experts) if out is None else out
-    for name, part in _parts(experts, expert, flat):
-        experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
-        with experts.lease(Plane.WEIGHT, [name]) as lease:
-            part.copy_(lease.page(*name))
+    parts = dict(_parts(experts, expert, flat))
+    for names in _leased_together(experts, list(parts)):
+        experts.manager.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, names))
+        with experts.lease(Plane.WEIGHT, names) as lease:
+            experts.manager.bulk.copy([(lease.page(*name), parts[name]) for name in names])
     return flat
+
+
+def _leased_together(experts: PagedExperts, names: list[PageName]) -> list[list[PageName]]:
+    """Pages that are worked on at once: one by one where they have to be brought, and an expert may not fit."""
+    return [[name] for name in names] if experts.manager.pager.can_evict else [names]
 
 
 def write_weights(experts: PagedExperts, expert: int, flat: torch.Tensor) -> None:
@@ -94,9 +103,13 @@ class TravellingPages:
     Args:
         experts: the module, with the experts of this rank. channel: its expert-parallel group.
         first: the number of this rank's first expert among all experts. house: where visitors are computed.
+        wire: what gradients come home in (``bf16`` changes the mathematics, by one rounding).
     """
 
-    def __init__(self, experts: PagedExperts, channel: Channel, *, first: int, house: GuestHouse) -> None:
+    def __init__(
+        self, experts: PagedExperts, channel: Channel, *, first: int, house: GuestHouse, wire: GradWire = "fp32"
+    ) -> None:
+        self.wire = torch.bfloat16 if wire == "bf16" else torch.float32
         self.experts = experts
         self.channel = channel
         self.first = first
@@ -180,10 +193,10 @@ class TravellingPages:
         arrived = weights.arrived()
         present = [i for i, move in enumerate(batch) if move.expert in arrived]
         manager.create(guests.pages, Plane.WEIGHT, present)
-        for place in present:
-            for name, part in self._parts(place, arrived[batch[place].expert][0]):
-                with guests.lease(Plane.WEIGHT, [name]) as lease:
-                    lease.page(*name).copy_(part)
+        parts = {n: part for i in present for n, part in self._parts(i, arrived[batch[i].expert][0])}
+        if parts:
+            with guests.lease(Plane.WEIGHT, list(parts)) as lease:  # nothing of theirs ever leaves
+                manager.bulk.copy([(part, lease.page(*name)) for name, part in parts.items()])
         self._give_back(weights)
         return guests
 
@@ -196,15 +209,23 @@ class TravellingPages:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def gradients_of(self, place: int, lent: list[torch.Tensor]) -> torch.Tensor:
-        """A copy of a visitor's gradient pages; zeros where it got none."""
-        guests = self.guests
-        flat = self._borrow(torch.float32, lent).zero_()
-        present = guests.manager.present(guests.pages, Plane.GRADIENT)
-        for name, part in self._parts(place, flat):
-            if present[name]:
-                with guests.lease(Plane.GRADIENT, [name]) as lease:
-                    part.copy_(lease.page(*name))
+    def gradients_of(self, place: int, lent: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """A visitor's gradient pages, fp32, or rounded to bf16; zeros where it got none."""
+        guests, flat = self.guests, self._borrow(dtype, lent)
+        present, parts = guests.manager.present(guests.pages, Plane.GRADIENT), dict(self._parts(place, flat))
+        names = [name for name in parts if present[name]]
+        for name in parts.keys() - set(names):
+            parts[name].zero_()
+        if names:
+            with guests.lease(Plane.GRADIENT, names) as lease:
+                pages, bulk = [lease.page(*name) for name in names], guests.manager.bulk
+                if dtype is torch.float32:
+                    bulk.copy([(page, parts[name]) for page, name in zip(pages, names, strict=True)])
+                elif len(names) == len(parts):
+                    bulk.pack(pages, flat)
+                else:
+                    for page, name in zip(pages, names, strict=True):
+                        bulk.pack([page], parts[name])
         return flat
 
     def start_gradients(self, batch: Batch) -> Travelling:
@@ -217,22 +238,19 @@ class TravellingPages:
                 parts = arriving[move.expert] = []
                 for peer in move.computed_by:
                     if peer == move.owner:
-                        parts.append(self.gradients_of(place, lent))
+                        parts.append(self.gradients_of(place, lent, torch.float32))  # what stays is not rounded
                     else:
-                        parts.append(self._borrow(torch.float32, lent))
+                        parts.append(self._borrow(self.wire, lent))
                         transfers.append(Transfer(peer, parts[-1], False))
             elif self.channel.rank in move.members:
-                transfers.append(Transfer(move.owner, self.gradients_of(place, lent), True))
+                transfers.append(Transfer(move.owner, self.gradients_of(place, lent, self.wire), True))
         return Travelling(self.channel.transfer(transfers), arriving, lent)
 
     def take_home(self, gradients_home: Travelling) -> None:
         """Adds gradients that come home to this rank's pages, each expert's parts as one gradient."""
         experts = self.experts
         for expert, gradients in sorted(gradients_home.arrived().items()):
-            total = gradients[0]
-            for part in gradients[1:]:
-                total.add_(part)
-            total = total.to(experts.pages.dtypes[Plane.WEIGHT])
+            total = self._sum(gradients, gradients_home.lent).to(experts.pages.dtypes[Plane.WEIGHT])
             for name, part in self._parts(expert - self.first, total):
                 ids = experts.page_ids(Plane.GRADIENT, [name])
                 new = experts.manager.create_ids(experts.pages, Plane.GRADIENT, ids)
@@ -244,6 +262,19 @@ class TravellingPages:
                         page.add_(part)
                     lease.mark_dirty()
         self._give_back(gradients_home)
+
+    def _sum(self, parts: list[torch.Tensor], lent: list[torch.Tensor]) -> torch.Tensor:
+        """In fp32, by ascending rank: parts that were rounded are widened first."""
+        total, bulk = parts[0], self.experts.manager.bulk
+        if total.dtype is not torch.float32:
+            total = self._borrow(torch.float32, lent)
+            bulk.unpack(parts[0], [total], add=False)
+        for part in parts[1:]:
+            if part.dtype is torch.float32:
+                total.add_(part)
+            else:
+                bulk.unpack(part, [total], add=True)
+        return total
 
     def _parts(self, expert: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         return _parts(self.experts, expert, flat)

@@ -73,10 +73,17 @@ class TravelCosts:
 
     @classmethod
     def of_layer(
-        cls, *, hidden: int, width: int, local_experts: int, expert_numel: int, links: LinkCosts
+        cls,
+        *,
+        hidden: int,
+        width: int,
+        local_experts: int,
+        expert_numel: int,
+        links: LinkCosts,
+        gradient_width: int = GRADIENT_WIDTH,
     ) -> TravelCosts:
         """Of a layer whose tokens have ``hidden`` elements of ``width`` bytes, as its experts' have."""
-        expert_bytes = expert_numel * (2 * width + GRADIENT_WIDTH)
+        expert_bytes = expert_numel * (2 * width + gradient_width)
         return cls(4 * hidden * width + mask_bytes(local_experts) + 8, expert_bytes, links)
 
 

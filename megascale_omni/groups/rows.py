@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megascale_omni.bulk import TORCH, Bulk
 from megascale_omni.experts.tokens import Segments
 
 
@@ -70,10 +71,11 @@ def mask_bytes(local_experts: int) -> int:
     return -(-local_experts // 8)
 
 
-def send_rows(map_TE: torch.Tensor, *, ranks: int, columns: torch.Tensor | None = None) -> SendRows:
+def send_rows(map_TE: torch.Tensor, *, ranks: int, columns: torch.Tensor | None = None, bulk: Bulk = TORCH) -> SendRows:
     """The rows of a routing map (bool; column ``p L + j`` is local expert ``j`` of rank ``p``).
 
-    ``columns[c]``: the column of the probabilities that belongs to column ``c`` of the map; None: the same.
+    ``columns[c]``: the column of the probabilities that belongs to column ``c`` of the map; None: the same. ``bulk``
+    gathers rows and sums them, here and below.
     """
     tokens, experts = map_TE.shape
     local = experts // ranks
@@ -88,7 +90,7 @@ def send_rows(map_TE: torch.Tensor, *, ranks: int, columns: torch.Tensor | None 
     place_PT = (need_PT.view(-1).cumsum(0) - 1).view(ranks, tokens)
     counts_T = need_PT.sum(0)
     return SendRows(
-        segments=Segments(place_PT.t()[need_PT.t()], counts_T.cumsum(0) - counts_T, token_R),
+        segments=Segments(place_PT.t()[need_PT.t()], counts_T.cumsum(0) - counts_T, token_R, bulk),
         pairs_N=token_R[row_N] * experts + column_N,
         mask_RB=pack(map_RL),
         rows=tuple(need_PT.sum(1).tolist()),
@@ -96,12 +98,12 @@ def send_rows(map_TE: torch.Tensor, *, ranks: int, columns: torch.Tensor | None 
     )
 
 
-def received_rows(mask_RB: torch.Tensor, *, local_experts: int) -> ReceivedRows:
+def received_rows(mask_RB: torch.Tensor, *, local_experts: int, bulk: Bulk = TORCH) -> ReceivedRows:
     """How rows with these packed masks are sorted by expert, and summed again."""
-    return sorted_by_expert(unpack(mask_RB, local_experts))
+    return sorted_by_expert(unpack(mask_RB, local_experts), bulk=bulk)
 
 
-def sorted_by_expert(mask_RL: torch.Tensor) -> ReceivedRows:
+def sorted_by_expert(mask_RL: torch.Tensor, *, bulk: Bulk = TORCH) -> ReceivedRows:
     """The same for a mask that is not packed."""
     mask_LR = mask_RL.t()
     _, row_N = mask_LR.nonzero(as_tuple=True)
@@ -111,7 +113,7 @@ def sorted_by_expert(mask_RL: torch.Tensor) -> ReceivedRows:
     of_wire[wire_N] = torch.arange(wire_N.shape[0], device=wire_N.device)
     counts_R = mask_RL.sum(1)
     return ReceivedRows(
-        segments=Segments(of_wire, counts_R.cumsum(0) - counts_R, row_N),
+        segments=Segments(of_wire, counts_R.cumsum(0) - counts_R, row_N, bulk),
         wire_N=wire_N,
         counts=tuple(mask_RL.sum(0).tolist()),
     )

@@ -122,12 +122,23 @@ class HeatMap(Observer):
             return np.zeros((self._manager.numbering.entries[module].num_experts, 3))
         return self._metrics(module, np.sum(past, axis=0))
 
+    def has_begun(self, module: int) -> bool:
+        """Whether experts of a module got tokens in the part at hand."""
+        self._count(module)
+        return module in self._tokens
+
+    def until_now(self, module: int) -> np.ndarray:
+        """``[experts, 3]`` of the last window with the part at hand."""
+        parts = [*self._past.get(module, []), self._open(self._manager.numbering.entries[module])]
+        return self._metrics(module, np.sum(parts, axis=0))
+
     def newest(self, module: int) -> np.ndarray:
         """``[experts, 3]`` of the newest part."""
         return self._metrics(module, self._past[module][-1])
 
     def _open(self, entry: ModuleEntry) -> np.ndarray:
         """``[experts, 3]`` of the part at hand: tokens, forwards, uses."""
+        self._count(entry.module)
         part = np.zeros((entry.num_experts, 3), dtype=np.int64)
         if entry.module in self._tokens:
             part[:, TOKENS], part[:, FORWARDS] = self._tokens[entry.module], self._forwards[entry.module]
@@ -149,7 +160,6 @@ class HeatMap(Observer):
 
     def stored(self, module: int) -> Counts:
         """What a checkpoint has of a module's counts, see stored's [Note: stored heat]."""
-        self._count(module)
         entry = self._manager.numbering.entries[module]
         past = self._past.get(module, [])
         parts = np.stack(past) if past else np.zeros((0, entry.num_experts, 3), dtype=np.int64)

@@ -115,6 +115,19 @@ class HeatKeeper:
         states = self.states.get(number, np.full(experts, Heat.WARM, dtype=np.int8))
         return Snapshot(self.map.window(number), self.map.idle_steps(number), states, pending)
 
+    def look(self, module: PagedModule) -> tuple[np.ndarray, np.ndarray]:
+        """``[experts]`` states and ``[experts]`` scores of a module, for display. Decides nothing.
+
+        Just after the policy has decided these are the states that it gave; later they are those that the same policy
+        would give by what happened since, where this rank decides alone.
+        """
+        number = module.entry.module
+        metrics, experts = self.map.until_now(number), module.entry.num_experts
+        states = self.states.get(number, np.full(experts, Heat.WARM, dtype=np.int8))
+        if self._agreed is None and self.map.has_begun(number):
+            states = classify(replace(self.snapshot(module), metrics=metrics), self.config)
+        return states, scores(metrics, self.config)
+
     def _refresh(self, module: PagedModule) -> None:
         number, snapshot = module.entry.module, self.snapshot(module)
         first = 0 if self._agreed is None else self._agreed.exchange.first

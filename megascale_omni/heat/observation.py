@@ -10,7 +10,8 @@ from pathlib import Path
 from megascale_omni.config import HeatConfig, ObserveConfig
 from megascale_omni.groups.dispatch import GroupDispatcher, total_stats
 from megascale_omni.heat.keeper import HeatKeeper
-from megascale_omni.heat.report import ReportWriter, read_report
+from megascale_omni.heat.report import ReportWriter, of_newest_ranks, read_report
+from megascale_omni.heat.requests import RequestReader
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.recorder import Recorder
 from megascale_omni.pictures.canvas import new_figure
@@ -73,13 +74,18 @@ class Observation:
         self.keeper = HeatKeeper(manager, heat) if heat.enabled else None
         self._recorder: Recorder | None = None
         self._report: ReportWriter | None = None
+        self._requests: RequestReader | None = None
         self._folder, self._rank = observe.report, rank
         self.dispatchers: list[GroupDispatcher] = []
         if observe.trace is not None:
             self._recorder = Recorder(manager, path_of_rank(observe.trace, rank=rank, world=world))
         if observe.report is not None:
             new_figure(1, 1)  # now, and not after hours of training
-            self._report = ReportWriter(manager, self.keeper, observe.report, rank=rank, groups=self.groups)
+            # Before the report's lines, so that the line of a step has what was done after it.
+            self._requests = RequestReader(manager, observe.report, rank=rank)
+            self._report = ReportWriter(
+                manager, self.keeper, observe.report, rank=rank, world=world, groups=self.groups
+            )
         if self._recorder is not None or self._report is not None:
             atexit.register(self.close)  # a script that never says that it has ended
 
@@ -96,6 +102,9 @@ class Observation:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
         if self._report is not None:
             self._report.close()
             self._report = None
@@ -112,14 +121,15 @@ def draw_report(folder: str | Path) -> list[Path]:
     from megascale_omni.pictures.residency import draw_residency
 
     reports = read_report(folder)
+    newest = of_newest_ranks(reports)
     drawn = []
     heat, residency = (Path(folder) / name for name in PICTURES)
-    if all(report.heat for report in reports):
-        draw_heat(reports, heat)
+    if all(report.heat for report in newest):
+        draw_heat(newest, heat)
         drawn.append(heat)
     else:
-        logger.info("no %s: the run ended before heat.refresh_steps steps, or with heat.enabled false", heat)
-    if all(len(report.steps) > 1 for report in reports):
+        logger.info("no %s: the run ended before its first step, or with heat.enabled false", heat)
+    if any(report.steps for report in reports):
         draw_residency(reports, residency)
         drawn.append(residency)
     return drawn

@@ -1,17 +1,22 @@
 """What happened to pages and experts over a run, in a folder: one file of JSON lines a rank.
 
 [Note: report folder]
-``rank0.jsonl`` begins with a line of kind ``run`` (modules, experts, the arena's limit). A line of kind ``step``
-follows every training step: bytes by tier and plane, counters since the start, of pages and of the groups dispatcher,
-and how long the step took, without what followed it (validation, a save). A line of kind ``heat`` follows every look at
-the heat map: for each module its experts' states, one digit each (see states.Heat), and scores in hundredths.
+``rank0.jsonl`` begins with a line of kind ``begin`` (how many ranks there are) and one of kind ``run`` (modules,
+experts, the arena's limit), which is written again where something of it has changed: after a resize, say. A line of
+kind ``step`` follows every training step: bytes by tier and plane, counters since the process began, of pages and of
+the groups dispatcher, and how long the step took, without what followed it (validation, a save). A line of kind
+``heat`` follows every look at the heat map, and the last step: for each module its experts' states, one digit each (see
+states.Heat), and scores in hundredths. A line of kind ``end`` is the last one, where the run was not killed.
+
+A run that resumes goes on in the same files: what they tell of steps that it makes again is cut off, and another
+``begin`` says that counters start anew. A run from step 1 begins them anew.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from megascale_omni.heat.keeper import HeatKeeper
-from megascale_omni.heat.states import scores
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.tiers import TierKind
@@ -41,15 +45,19 @@ class ReportWriter:
         folder: str | Path,
         *,
         rank: int,
+        world: int = 1,
         groups: Callable[[], dict[str, float] | None] = lambda: None,
     ) -> None:
         self._manager, self._keeper, self._groups = manager, keeper, groups
+        self._world = world
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = (Path(folder) / f"rank{rank}.jsonl").open("w", encoding="utf-8")
+            self._path = Path(folder) / f"rank{rank}.jsonl"
+            self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"report folder {folder} cannot be written: {error.strerror}; give another one") from error
         self._described = ""
+        self._told = self._looked = 0  # newest step with a line, and with a look
         self._start = time.monotonic()
         self._sizes = np.zeros(0)
         self._began: float | None = None  # the step at hand, where its line is not written yet
@@ -61,7 +69,15 @@ class ReportWriter:
     def _write(self, kind: str, **values: object) -> None:
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def _describe(self) -> None:
+    def _go_on(self, step: int) -> None:
+        """The first line is about to be written: of earlier runs what came before ``step``, the next one, stays."""
+        self._file.truncate(length_before(self._path, step))
+        self._write("begin", world=self._world)
+        self._told = step - 1
+
+    def _describe(self, step: int) -> None:
+        if not self._described:
+            self._go_on(step)
         manager = self._manager
         modules = [
             {"path": manager.numbering.path(m.entry.module), "experts": m.entry.num_experts} for m in manager.modules
@@ -89,7 +105,8 @@ class ReportWriter:
         if began is None or self._file.closed:
             return
         now = time.monotonic()
-        self._describe()
+        self._describe(done)
+        self._told = done
         table = self._manager.table
         planes = np.arange(len(table.tier)) % NUM_PLANES
         here = table.tier == TierKind.DEVICE
@@ -109,18 +126,46 @@ class ReportWriter:
         assert self._keeper is not None
         if self._file.closed:
             return
-        self._describe()
-        states = ["".join(map(str, self._keeper.states[m.entry.module].tolist())) for m in self._manager.modules]
-        hundredths = [
-            (scores(self._keeper.map.window(m.entry.module), self._keeper.config) * 100).round().astype(int).tolist()
-            for m in self._manager.modules
-        ]
-        self._write("heat", step=step - 1, states=states, scores=hundredths, counts=self._keeper.counts)
+        self._describe(step)
+        self._looked = step - 1
+        looks = [self._keeper.look(module) for module in self._manager.modules]
+        self._write(
+            "heat",
+            step=step - 1,
+            states=["".join(map(str, states.tolist())) for states, _ in looks],
+            scores=[(score * 100).round().astype(int).tolist() for _, score in looks],
+            counts=self._keeper.counts,
+        )
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the file. Idempotent."""
+        """Ends the file, with a last look at the heat map where steps followed the one before. Idempotent."""
+        if not self._file.closed and self._keeper is not None and self._described and self._told > self._looked:
+            self._heat(self._told + 1)
+        if not self._file.closed and self._described:
+            self._write("end")
         self._file.close()
+
+
+def length_before(path: Path, step: int) -> int:
+    """How much of a rank's file, in bytes, a run keeps that goes on with ``step``: whole lines about steps before it.
+
+    The look after the last of them is left out: that run looks again. 0 where nothing stays.
+    """
+    length = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                values: Any = json.loads(line) if line.endswith(b"\n") else None
+                told = {"step": 0, "heat": 1}.get(values["kind"])
+            except (ValueError, KeyError, TypeError):
+                break
+            if told is not None:
+                if values["step"] + told >= step:
+                    break
+                length = end
+    return length
 
 
 Line = dict[str, Any]
@@ -129,13 +174,35 @@ Line = dict[str, Any]
 
 @dataclass
 class RankReport:
-    """A rank's file, read. ``steps`` and ``heat`` are the lines of these kinds, in order."""
+    """A rank's file, read. ``steps`` and ``heat`` are the lines of these kinds, in order.
+
+    The lines of steps have two more keys: ``limit_bytes`` of the arena then (None: no limit), and ``world``, how many
+    ranks there were; and their counters go on where a run was resumed.
+    """
 
     rank: int
     modules: list[Line] = field(default_factory=list)
     limit_bytes: int | None = None
+    world: int | None = None
+    ended: bool = False
     steps: list[Line] = field(default_factory=list)
     heat: list[Line] = field(default_factory=list)
+
+
+class _Totals:
+    """Counters of the processes before the one at hand."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, steps: Sequence[Line]) -> None:
+        """Another process begins; its counters go on from those of the last step so far."""
+        if steps:
+            self._counts = steps[-1]["counts"]
+
+    def plus(self, counts: dict[str, int]) -> dict[str, int]:
+        """Counters since the first process began."""
+        return {name: counts.get(name, 0) + self._counts.get(name, 0) for name in {**self._counts, **counts}}
 
 
 def read_report(folder: str | Path) -> list[RankReport]:
@@ -154,8 +221,14 @@ def read_report(folder: str | Path) -> list[RankReport]:
     return sorted(found, key=lambda report: report.rank)
 
 
+def of_newest_ranks(reports: Sequence[RankReport]) -> list[RankReport]:
+    """Without those of ranks that the run had before it was resumed with fewer."""
+    world = reports[0].world if reports else None
+    return [report for report in reports if world is None or report.rank < world]
+
+
 def _read_rank(path: Path, rank: int) -> RankReport:
-    report = RankReport(rank)
+    report, before = RankReport(rank), _Totals()
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -167,11 +240,20 @@ def _read_rank(path: Path, rank: int) -> RankReport:
             if number == len(lines):  # without its end: the run died in it
                 continue
             raise ValueError(f"{path}, line {number}, is no line of a report: {error}") from error
-        if kind == "run":
+        report.ended = kind == "end"
+        if kind == "begin":
+            before.add(report.steps)
+            report.world = values["world"]
+        elif kind == "run":
             if report.modules and [m["experts"] for m in report.modules] != [m["experts"] for m in values["modules"]]:
                 report.heat.clear()  # more modules were built since
             report.modules, report.limit_bytes = values["modules"], values["limit_bytes"]
         elif kind == "step":
+            values |= {
+                "limit_bytes": report.limit_bytes,
+                "world": report.world,
+                "counts": before.plus(values["counts"]),
+            }
             report.steps.append(values)
         elif kind == "heat":
             report.heat.append(values)

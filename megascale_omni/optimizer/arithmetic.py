@@ -34,6 +34,21 @@ STEP_CHUNK = 1 << 18
 """The same for a single step: 10 to 15 % quicker on two threads."""
 
 
+@dataclass(frozen=True)
+class AdamSegment:
+    """Elements that are stepped together (flat, contiguous), and the steps that they take.
+
+    ``m`` and ``v`` None: zeros that stay zeros. ``g``: of the last record. ``weight``: where ``p`` goes, rounded.
+    """
+
+    p: torch.Tensor
+    m: torch.Tensor | None
+    v: torch.Tensor | None
+    records: Sequence[StepRecord]
+    g: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
 class AdamArithmetic(Protocol):
     """One Adam step in place on flat fp32 views ``p``, ``m``, ``v`` and ``g`` of equal length.
 
@@ -71,6 +86,19 @@ class AdamArithmetic(Protocol):
         records: Sequence[StepRecord],
     ) -> None:
         """Applies ``records`` in order: the last one with gradient ``g``, the others (None: all) with zero."""
+        ...
+
+    def steps_together(self, device: torch.device) -> bool:
+        """Whether :meth:`advance_all` takes all segments on ``device`` at once; others are advanced one by one."""
+        ...
+
+    def advance_all(
+        self, segments: Sequence[AdamSegment], *, clip: float | None, stop: torch.Tensor | None = None
+    ) -> None:
+        """The bits of :meth:`advance` for each segment, gradients (in fp32) multiplied by ``clip`` first.
+
+        Nothing changes where ``stop`` (int32 ``[1]``, on the device) is not 0.
+        """
         ...
 
 
@@ -125,6 +153,20 @@ class _InSteps:
             self.replay(p=p, m=m, v=v, records=missed)
         if g is not None and records:
             self.step(p=p, m=m, v=v, g=g, record=records[-1])
+
+    def steps_together(self: AdamArithmetic, device: torch.device) -> bool:
+        """See :class:`AdamArithmetic`: torch's operators take one tensor, or fill the cache with many."""
+        return False
+
+    def advance_all(
+        self: AdamArithmetic,
+        segments: Sequence[AdamSegment],
+        *,
+        clip: float | None,
+        stop: torch.Tensor | None = None,
+    ) -> None:
+        """See :class:`AdamArithmetic`."""
+        raise RuntimeError(f"{self.name} steps segments one by one")
 
 
 class _UnfusedAdam(_InSteps):

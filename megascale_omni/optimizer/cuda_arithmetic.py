@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from megascale_omni.kernels.interpreter import is_interpreted
-from megascale_omni.optimizer.arithmetic import CHUNK, StepScalars, check_tensors, chunks
+from megascale_omni.optimizer.arithmetic import CHUNK, AdamSegment, StepScalars, check_tensors, chunks
 from megascale_omni.optimizer.history import StepRecord
 
 
@@ -66,8 +66,8 @@ class _CudaAdam:
         check_tensors(**tensors)
         if not records or not p.numel():
             return
-        if self.kernels and (p.device.type == "cuda" or is_interpreted()):
-            from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
+        if self.steps_together(p.device):
+            from megascale_omni.kernels.paged_adam import launch_adam
 
             launch_adam([AdamSegment(p=p, m=m, v=v, g=g, records=records)], decoupled=self.decoupled)
         elif p.device.type == "cuda":
@@ -76,6 +76,18 @@ class _CudaAdam:
             _require_fused_multiply_add()
             for parts in chunks(*tensors.values(), numel=CHUNK):
                 self._on_host(parts[0], parts[1], parts[2], None if g is None else parts[3], records)
+
+    def steps_together(self, device: torch.device) -> bool:
+        """See :class:`AdamArithmetic`."""
+        return self.kernels and (device.type == "cuda" or is_interpreted())
+
+    def advance_all(
+        self, segments: Sequence[AdamSegment], *, clip: float | None, stop: torch.Tensor | None = None
+    ) -> None:
+        """See :class:`AdamArithmetic`. One launch, one pass over memory."""
+        from megascale_omni.kernels.paged_adam import launch_adam
+
+        launch_adam(segments, decoupled=self.decoupled, clip=clip, stop=stop)
 
     def _on_host(
         self,

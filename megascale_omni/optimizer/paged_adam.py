@@ -23,6 +23,7 @@ from megascale_omni.optimizer.coming import ComingStep
 from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History
 from megascale_omni.optimizer.state_sweeps import MOMENTS, PageStep, StateSweeps, forget_gradients
+from megascale_omni.optimizer.together import Together
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
@@ -96,7 +97,7 @@ class PagedAdam:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
             waits = self.shards.size == 1 or self.fetcher is not None
-            manager.set_catch_up(experts.pages, self.catch_up if waits else None)
+            manager.set_catch_up(experts.pages, self.catch_up if waits else None, is_current=self.is_current)
             experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
@@ -149,7 +150,11 @@ class PagedAdam:
             present = experts.manager.present(experts.pages, Plane.GRADIENT)
             owned = self.shards.owned(experts)
             stepped = [name for name in owned if present[name]]
+            together = Together.of(experts, self.arithmetic, clip=clip)
             step: PageStep = partial(self._step_page, experts, clip=clip)
+            replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
+            if together is not None:
+                step = replay = partial(self._note_page, experts, together)
             self._sweeps.each(experts, stepped, step, also=(Plane.GRADIENT, *MOMENTS))
             forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
             kept = not experts.manager.pager.can_evict
@@ -157,9 +162,10 @@ class PagedAdam:
             late = [n for n in owned if not present[n] and self._lag(experts, n) >= max(1, self.max_lag)]
             moving = [name for name in late if self._has_moments(experts, name)]
             resting = [name for name in late if not self._has_moments(experts, name)]
-            replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
             for names, also in ((moving, MOMENTS), (resting, ())):
                 self._sweeps.each(experts, names, replay, also=also)
+            if together is not None:
+                together.launch()
             if self.fetcher is None:
                 self.sync_weights(experts)
         for index in range(len(self.param_groups)):
@@ -183,13 +189,53 @@ class PagedAdam:
             return None
         return (Plane.MASTER, *MOMENTS) if Plane.MASTER in experts.pages.dtypes else MOMENTS
 
+    def reads_stop(self, experts: PagedExperts) -> bool:
+        """See :class:`megascale_omni.experts.completion.PageStepper`."""
+        return self.arithmetic.steps_together(experts.manager.arena.device)
+
     @torch.no_grad()
-    def step_at_once(self, experts: PagedExperts, name: PageName, pages: dict[Plane, torch.Tensor]) -> None:
-        """Applies the step that comes next to a page whose gradient is complete; :meth:`step` does so to the others."""
+    def step_at_once(
+        self,
+        experts: PagedExperts,
+        name: PageName,
+        pages: dict[Plane, torch.Tensor],
+        *,
+        stop: torch.Tensor | None = None,
+    ) -> bool:
+        """Applies the step that comes next to a page whose gradient is complete; :meth:`step` does so to the others.
+
+        See :class:`megascale_omni.experts.completion.PageStepper`.
+        """
         if not self._coming.is_open:
             self.before_step()
             self._coming.open(self.param_groups, step=self.num_steps + 1)
-        self._sweeps.at_once(experts, name, pages, partial(self._step_page, experts, clip=None))
+        step: PageStep = partial(self._step_page, experts, clip=None)
+        on_device = step if stop is None else partial(self._step_unless, experts, stop)
+        return self._sweeps.at_once(experts, name, pages, step, on_device=on_device, stop=stop)
+
+    def _step_unless(
+        self, experts: PagedExperts, stop: torch.Tensor, name: PageName, pages: dict[Plane, torch.Tensor]
+    ) -> None:
+        """The coming step of a page, which stays as it is where the device finds ``stop`` not to be 0."""
+        alone = Together(experts, self.arithmetic)
+        self._note_page(experts, alone, name, pages, coming=True)
+        alone.launch(stop=stop)
+
+    def _note_page(
+        self,
+        experts: PagedExperts,
+        together: Together,
+        name: PageName,
+        pages: dict[Plane, torch.Tensor],
+        *,
+        coming: bool = False,
+    ) -> None:
+        """Notes down what a page has missed, and perhaps the coming step; it takes them when all are launched."""
+        last, steps = self._last_step(experts, name), []
+        for region, group in self._regions(experts, name):
+            missed = self.history.since(group, last) if last < self.num_steps else ()  # there may be none yet
+            steps.append((region, (*missed, *self._coming.opened[group : group + 1]) if coming else missed))
+        together.add(name, pages, steps, step=self.num_steps + coming)
 
     def _last_step(self, experts: PagedExperts, name: PageName) -> int:
         return int(experts.manager.table.last_step[experts.page_ids(Plane.WEIGHT, [name])[0]])
@@ -257,6 +303,7 @@ class PagedAdam:
                 f"{experts.path}: weights are read between backward and optimizer step, where some have been stepped "
                 f"and others have not; read them after the step, or set {OFF}"
             )
+        together = Together.of(experts, self.arithmetic)
         for page_id in page_ids[last_steps < self.num_steps].tolist():
             key = experts.manager.key(page_id)
             name = (key.expert, key.slice)
@@ -266,7 +313,17 @@ class PagedAdam:
                     f"{self._last_step(experts, name)} of {self.num_steps} here, and were not fetched; call "
                     "PagedAdam.fetch_all() on all ranks before they are read outside of the model's forward"
                 )
-            self._catch_up_page(experts, name)
+            self._catch_up_page(experts, name, together)
+        if together is not None:
+            together.launch()
+
+    def is_current(self, module: PagedModule) -> bool:
+        """Whether no weight page of a module has missed a step, and none has taken the coming one."""
+        experts = self._by_module.get(module.entry.module)
+        if experts is None:
+            return True
+        ids = experts.manager.ids(module, Plane.WEIGHT, range(experts.num_experts))
+        return not self.is_open and bool((experts.manager.table.last_step[ids] >= self.num_steps).all())
 
     # -- pages on demand -----------------------------------------------------------------------------------------------
 
@@ -294,10 +351,13 @@ class PagedAdam:
         """Makes all pages of a module current on this rank. A collective where pages come on demand."""
         self.fetch_experts(experts, range(experts.num_experts))
 
-    def _catch_up_page(self, experts: PagedExperts, name: PageName) -> None:
+    def _catch_up_page(self, experts: PagedExperts, name: PageName, together: Together | None) -> None:
         planes = [Plane.WEIGHT, Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else [Plane.WEIGHT]
         planes += MOMENTS if self._has_moments(experts, name) else ()
-        self._sweeps.one(experts, name, partial(self._replay_page, experts, up_to=self.num_steps), planes=planes)
+        replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
+        if together is not None:
+            replay = partial(self._note_page, experts, together)
+        self._sweeps.one(experts, name, replay, planes=planes)
 
     def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:
         return experts.manager.create_ids(experts.pages, plane, experts.page_ids(plane, [name]))

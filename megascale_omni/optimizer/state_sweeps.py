@@ -82,14 +82,27 @@ class StateSweeps:
             self.at_once(experts, name, pages, step)
 
     def at_once(
-        self, experts: PagedExperts, name: PageName, pages: Mapping[Plane, torch.Tensor], step: PageStep
-    ) -> None:
-        """Steps a page that the caller holds, and keeps until this returns."""
-        if self._here(experts, name, pages):
-            self._in_host(experts, name, pages, step, None)
-            self._host[experts.manager].finish()
-        else:
-            step(name, dict(pages))
+        self,
+        experts: PagedExperts,
+        name: PageName,
+        pages: Mapping[Plane, torch.Tensor],
+        step: PageStep,
+        *,
+        on_device: PageStep | None = None,
+        stop: torch.Tensor | None = None,
+    ) -> bool:
+        """Steps a page that the caller holds, and keeps until this returns. Whether it did.
+
+        Not in host memory, where its gradient is waited for anyway, if ``stop`` is not 0; ``on_device`` sees to that.
+        """
+        if not self._here(experts, name, pages):
+            (on_device or step)(name, dict(pages))
+            return True
+        if stop is not None and bool(stop.item()):
+            return False
+        self._in_host(experts, name, pages, step, None)
+        self._host[experts.manager].finish()
+        return True
 
     def _in_host(
         self,

@@ -59,6 +59,24 @@ def moves_in_order(places: Mapping[int, int], wanted: Mapping[int, int], *, spar
     return moves
 
 
+def together(moves: Sequence[tuple[int, int]], places: Mapping[int, int]) -> list[list[tuple[int, int]]]:
+    """Moves (page, to slot), which can be made one after the other, as few runs of moves that can be made at once.
+
+    A slot is taken in a later run than the one in which it is left. ``places``: the slot that each page has at first.
+    """
+    at, found = dict(places), list[list[tuple[int, int]]]()
+    left: dict[int, int] = {}  # by slot: after which run it is free
+    moved: dict[int, int] = {}  # by page: after which run it is there
+    for page, slot in moves:
+        run = max(left.get(slot, 0), moved.get(page, 0))
+        if run == len(found):
+            found.append([])
+        found[run].append((page, slot))
+        left[at[page]] = moved[page] = run + 1
+        at[page] = slot
+    return found
+
+
 def ordered_moves(arena: Arena, slot_class: SlotClass, owners: Mapping[int, int]) -> list[tuple[int, int]]:
     """Moves (page, to slot) after which the pages of ``owners`` (by slot, those that may move) lie in order in as few
     segments as hold all slots that are taken.
@@ -89,6 +107,7 @@ def compact(pager: Pager, slot_class: SlotClass, *, tight: bool = False) -> int:
         moves: Sequence[tuple[int, int]] = ordered_moves(device, slot_class, movable)
     else:
         moves = [(owners[source], target) for source, target in device.moves_to_compact(slot_class, still)]
-    for page_id, target in moves:
-        pager.relocate(page_id, target)
+    places = {page_id: slot for slot, page_id in owners.items()}
+    for run in together(moves, places):
+        pager.relocate(run)
     return device.trim(slot_class, tight=tight)

@@ -7,18 +7,24 @@ where slots lie together.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megascale_omni.paging.disk import DiskFile
-from megascale_omni.paging.runs import Place, runs
+from megascale_omni.bulk import TORCH, Bulk, Pair
+from megascale_omni.paging.disk import DiskFile, PageIoError
+from megascale_omni.paging.runs import Place, neighbours, runs
 from megascale_omni.paging.streams import Event, Streams, Way
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Source and target of a copy, whole slots of one class."""
+SMALL_BYTES = 1 << 20
+"""Slots up to this size are copied by a link in less time than it takes to begin many copies of them."""
+STAGED_BYTES = 8 << 20
+"""Device memory, one buffer for each way, in which small slots are put together that do not lie together."""
+FEWEST = 8
+"""Copies that are worth it."""
 
 
 class Copier:
@@ -64,13 +70,24 @@ class Copier:
 
 
 class StreamCopier(Copier):
-    """Copies between an accelerator and host memory that it can reach; see [Note: order of copies]."""
+    """Copies between an accelerator and host memory that it can reach; see [Note: order of copies].
+
+    [Note: small pages]
+    Slots that lie together on both sides are one copy. Of small ones that lie together in host memory alone, ``bulk``
+    makes one as well: it gathers them into a buffer on the device on their way down, and scatters them on their way up.
+
+    [Note: seals]
+    Where ``bulk`` has checksums, a page that goes to disk has one taken on the device before it leaves, and after it
+    has come back: beside the disk's own, which begins and ends in host memory, it covers the way between.
+    """
 
     joins = True
     lands = False
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, bulk: Bulk = TORCH) -> None:
         self.streams = streams
+        self.bulk = bulk
+        self._staged: dict[Way, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._mine = threading.local()
         self._numbers = 0
@@ -80,25 +97,75 @@ class StreamCopier(Copier):
 
     # -- both ways -----------------------------------------------------------------------------------------------------
 
-    def bring(self, pairs: Sequence[Pair], *, after: Sequence[Event] = ()) -> Event:
-        """Starts copies to device slots."""
+    def bring(
+        self, pairs: Sequence[Pair], *, after: Sequence[Event] = (), measured: torch.Tensor | None = None
+    ) -> Event:
+        """Starts copies to device slots. ``measured``: where checksums of the targets go, as for :meth:`fetch`."""
         with self._lock:
             earlier = [*after, *self._known(self._used, [target for _, target in pairs])]
-            event = self.streams.copy(coalesced(pairs), Way.UP, after=_each_once(earlier))
+            event = self._start(pairs, Way.UP, after=_each_once(earlier), measured=measured)
             self._numbers += 1
             for source, target in pairs:
                 self._leaving[source.data_ptr()] = event
                 self._arriving[target.data_ptr()] = self._numbers, event
         return event
 
-    def fetch(self, pairs: Sequence[Pair], *, after: Sequence[Event] = ()) -> Event:
-        """Starts copies from device slots; their bytes are in host memory when the event is past."""
+    def fetch(
+        self, pairs: Sequence[Pair], *, after: Sequence[Event] = (), measured: torch.Tensor | None = None
+    ) -> Event:
+        """Starts copies from device slots; their bytes are in host memory when the event is past.
+
+        ``measured``: int64 ``[pairs, 2]`` in host memory, where checksums of the sources go (see [Note: seals]).
+        """
         with self._lock:
             sources = [source for source, _ in pairs]
             earlier = [*after, *self._known(self._used, sources)]
             earlier += [self._arriving[s.data_ptr()][1] for s in sources if s.data_ptr() in self._arriving]
             earlier += self._known(self._leaving, [target for _, target in pairs])
-            return self.streams.copy(coalesced(pairs), Way.DOWN, after=_each_once(earlier))
+            return self._start(pairs, Way.DOWN, after=_each_once(earlier), measured=measured)
+
+    def _start(
+        self, pairs: Sequence[Pair], way: Way, *, after: Sequence[Event], measured: torch.Tensor | None
+    ) -> Event:
+        together = coalesced(pairs)
+        small = all(source.numel() * source.element_size() <= SMALL_BYTES for source, _ in pairs)
+        groups = _staged(together, way) if small and self.bulk.name != TORCH.name else []
+        if not groups and measured is None:
+            return self.streams.copy(together, way, after=after)
+        alone = [pair for number, pair in enumerate(together) if not any(number in group for group in groups)]
+
+        def work() -> None:
+            self._measure(pairs, measured, way=way, before=True)
+            for group in groups:
+                self._through_buffer([together[number] for number in group], way)
+            for source, target in alone:
+                target.copy_(source, non_blocking=True)
+            self._measure(pairs, measured, way=way, before=False)
+
+        return self.streams.run(work, way, after=after)
+
+    def _measure(self, pairs: Sequence[Pair], measured: torch.Tensor | None, *, way: Way, before: bool) -> None:
+        """On the device, hence before copies that leave it and after those that come to it."""
+        if measured is None or before != (way is Way.DOWN):
+            return
+        sums = self.bulk.checksums([pair[0] if before else pair[1] for pair in pairs])
+        assert sums is not None
+        measured.copy_(sums, non_blocking=True)
+
+    def _through_buffer(self, pairs: Sequence[Pair], way: Way) -> None:
+        """Pairs that lie one behind the other in host memory; on the stream of their way, whose buffer it is."""
+        host = _joined([pair[1] if way is Way.DOWN else pair[0] for pair in pairs])
+        slots = [pair[0] if way is Way.DOWN else pair[1] for pair in pairs]
+        if way not in self._staged:
+            self._staged[way] = torch.empty(STAGED_BYTES, dtype=torch.uint8, device=slots[0].device)
+        buffer = self._staged[way][: host.numel() * host.element_size()].view(host.dtype)
+        parts = list(buffer.split([slot.numel() for slot in slots]))
+        if way is Way.DOWN:
+            self.bulk.copy(list(zip(slots, parts, strict=True)))
+            host.copy_(buffer, non_blocking=True)
+        else:
+            buffer.copy_(host, non_blocking=True)
+            self.bulk.copy(list(zip(parts, slots, strict=True)))
 
     @staticmethod
     def _known(events: dict[int, Event], slots: Iterable[torch.Tensor]) -> list[Event]:
@@ -122,21 +189,42 @@ class StreamCopier(Copier):
             buffer = self._mine.staging = self.streams.staging(nbytes)
         return buffer[:nbytes].view(slot.dtype)
 
+    def _room_for_sums(self) -> torch.Tensor:
+        """int64 ``[1, 2]`` in host memory, of this thread."""
+        sums: torch.Tensor | None = getattr(self._mine, "sums", None)
+        if sums is None:
+            sums = self._mine.sums = self.streams.staging(16).view(torch.int64).view(1, 2)
+        return sums
+
+    def _seals(self, disk: DiskFile) -> bool:
+        return self.bulk.name != TORCH.name and disk.checksum_name != "off"
+
     def from_disk(self, disk: DiskFile, offset: int, target: torch.Tensor, *, name: Callable[[], str]) -> None:
         """See :class:`Copier`; through a buffer, which is free again when it returns."""
         staging = self._staging(target)
         disk.read(offset, staging, name=name)
-        event = self.bring([(staging, target)])
+        seal = disk.seal(offset) if self._seals(disk) else None
+        measured = None if seal is None else self._room_for_sums()
+        event = self.bring([(staging, target)], measured=measured)
         self.streams.host_waits(event)
         with self._lock:  # it is there, and compute need not wait for it
             self._arriving = {slot: arrival for slot, arrival in self._arriving.items() if arrival[1] is not event}
             self._leaving.pop(staging.data_ptr(), None)
+        if measured is not None and tuple(measured[0].tolist()) != seal:
+            raise PageIoError(
+                errno.EILSEQ,
+                f"reading the {name()} failed: its checksum on the device is not the one that it left with; what was "
+                "read from disk is what was written there",
+            )
 
     def to_disk(self, disk: DiskFile, offset: int, source: torch.Tensor, *, name: Callable[[], str]) -> None:
         """See :class:`Copier`; through a buffer."""
         staging = self._staging(source)
-        self.save([(source, staging)])
-        disk.write(offset, staging, name=name)
+        measured = self._room_for_sums() if self._seals(disk) else None
+        self.streams.host_waits(self.fetch([(source, staging)], measured=measured))
+        disk.write(
+            offset, staging, name=name, seal=None if measured is None else (int(measured[0, 0]), int(measured[0, 1]))
+        )
 
     # -- compute -------------------------------------------------------------------------------------------------------
 
@@ -199,12 +287,30 @@ def _place(slot: torch.Tensor) -> Place:
 
 
 def _span(pairs: Sequence[Pair], run: Sequence[int], side: int) -> torch.Tensor:
-    """The slots of a run, which lie one behind the other, as one flat tensor."""
-    first = pairs[run[0]][side]
-    if len(run) == 1:
-        return first
-    numel = sum(pairs[number][side].numel() for number in run)
-    return first.as_strided((numel,), (1,))
+    return _joined([pairs[number][side] for number in run])
+
+
+def _joined(slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Slots that lie one behind the other as one flat tensor."""
+    if len(slots) == 1:
+        return slots[0]
+    return slots[0].as_strided((sum(slot.numel() for slot in slots),), (1,))
+
+
+def _staged(pairs: Sequence[Pair], way: Way) -> list[list[int]]:
+    """Copies, by number, that go through a buffer on the device: as many as are worth it and fit (see the Note)."""
+    side = 1 if way is Way.DOWN else 0
+    groups: list[list[int]] = []
+    for run in neighbours([_place(pair[side]) for pair in pairs]):
+        filled = STAGED_BYTES + 1
+        for number in run:
+            nbytes = pairs[number][side].numel() * pairs[number][side].element_size()
+            if filled + nbytes > STAGED_BYTES:
+                groups.append([])
+                filled = 0
+            groups[-1].append(number)
+            filled += nbytes
+    return [group for group in groups if len(group) >= FEWEST]
 
 
 @dataclass(frozen=True)

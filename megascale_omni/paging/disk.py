@@ -64,6 +64,7 @@ class DiskFile:
         self._close.atexit = False  # the system does it, after the last thread
         self._size = 0
         self._sums: dict[int, int] = {}
+        self._seals: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.bytes_written = 0
@@ -99,8 +100,14 @@ class DiskFile:
         self._size += nbytes
         return offset
 
-    def write(self, offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
-        """Writes a whole slot. Raises PageIoError naming the page."""
+    def write(
+        self, offset: int, slot: torch.Tensor, *, name: Callable[[], str], seal: tuple[int, int] | None = None
+    ) -> None:
+        """Writes a whole slot. ``seal``: what was measured of it where it came from, which goes with these bytes.
+
+        Raises:
+            PageIoError: names the page.
+        """
         data = _bytes_of(slot)
         try:
             self._whole(os.pwritev, data, offset)
@@ -109,6 +116,9 @@ class DiskFile:
         digest = self._digest(data) if self._digest else 0
         with self._lock:
             self._sums[offset] = digest
+            self._seals.pop(offset, None)
+            if seal is not None:
+                self._seals[offset] = seal
             self.bytes_written += len(data)
 
     def read(self, offset: int, slot: torch.Tensor, *, name: Callable[[], str]) -> None:
@@ -127,6 +137,10 @@ class DiskFile:
             )
         with self._lock:
             self.bytes_read += len(data)
+
+    def seal(self, offset: int) -> tuple[int, int] | None:
+        """What :meth:`write` was given with the bytes that are there now."""
+        return self._seals.get(offset)
 
     def _whole(self, call: Callable[..., int], data: np.ndarray, offset: int) -> None:
         """Repeats a call that may do less than it was asked for."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
+from megascale_omni.bulk import TORCH, Bulk
 from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.disk import DiskFile
 from megascale_omni.paging.layout import SlotClass
@@ -43,6 +44,9 @@ class Tiers:
     disk: DiskFile | None
     mover: Mover | None
     copier: Copier
+    bulk: Bulk = TORCH
+    checks: bool = True
+    """Whether pages have checksums."""
 
 
 class Flights(dict[int, Flight]):

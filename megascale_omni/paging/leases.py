@@ -132,3 +132,17 @@ class Wave:
     items: Batch
     leases: Mapping[Plane, Lease]
     fresh: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class WholeWave:
+    """All pages of a module, ascending by (expert, slice), where only the device knows which experts have tokens.
+
+    ``weights_I``, ``gradients_I``: addresses, int64 ``[experts * slices]``, on the device; ``gradients_I`` None where
+    no gradients are wanted. ``written_E`` int64 ``[experts]``: tokens that gradient pages hold so far, 0 where their
+    contents are to be replaced; whoever computes the wave adds to it. See [Note: counts that come later].
+    """
+
+    weights_I: torch.Tensor
+    gradients_I: torch.Tensor | None
+    written_E: torch.Tensor | None

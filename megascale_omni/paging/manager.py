@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megascale_omni.bulk import Bulk, bulk_for
 from megascale_omni.config import Checksum
 from megascale_omni.paging.budget import Budget, share
 from megascale_omni.paging.copies import Copier, StreamCopier
@@ -37,10 +38,13 @@ from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
 from megascale_omni.paging.upkeep import Upkeep, UpkeepOptions
+from megascale_omni.paging.whole import WholeModules
 from megascale_omni.schedule import Phase, Schedule
 
 CatchUp = Callable[[PagedModule, np.ndarray], None]
 """Brings weight pages (ids) of a module up to date; called before they are read."""
+IsCurrent = Callable[[PagedModule], bool]
+"""Whether no weight page of a module has anything to catch up."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class ExpertManager:
     """Page table, tiers and leases of one process. Modules register through :meth:`add_module`.
 
     ``mover`` are io threads other than the usual ones, ``copier`` likewise, ``memory`` tells what is free (None: of the
-    device); ``poison`` is the arena's.
+    device), ``bulk`` does what is done to many pages at once (None: chosen by device); ``poison`` is the arena's.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class ExpertManager:
         mover: Mover | None = None,
         copier: Copier | None = None,
         memory: MemoryProbe | None = None,
+        bulk: Bulk | None = None,
         poison: bool = False,
     ) -> None:
+        self.bulk = bulk or bulk_for(device)
         self.options = options or PagingOptions()
         self.numbering = PageNumbering()
         self.schedule = schedule or Schedule()
@@ -85,10 +91,11 @@ class ExpertManager:
         self.upkeep = Upkeep(self, self.options.upkeep, probe=memory or probe_for(device))
         self.observers: list[Observer] = []
         self._sweeps = Sweeps(self)
+        self.whole = WholeModules(self)
         self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
-        self._catch_up: dict[int, CatchUp] = {}
+        self._catch_up: dict[int, tuple[CatchUp, IsCurrent]] = {}
         self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None, copier: Copier | None) -> Tiers:
@@ -97,8 +104,9 @@ class ExpertManager:
             give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
         host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime() if cuda else None)
-        copier = copier or (StreamCopier(CudaStreams(device)) if cuda else Copier())
-        return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier)
+        copier = copier or (StreamCopier(CudaStreams(device), self.bulk) if cuda else Copier())
+        checks = self.options.checksum != "off"
+        return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier, self.bulk, checks)
 
     # -- modules -------------------------------------------------------------------------------------------------------
 
@@ -244,23 +252,32 @@ class ExpertManager:
 
     def present(self, module: PagedModule, plane: Plane) -> np.ndarray:
         """Mask ``[num_experts, num_slices]``: which pages of a plane exist (in any tier)."""
+        if plane is Plane.GRADIENT and self.whole.unsettled:
+            self.whole.settle()
         ids = self.ids(module, plane, range(module.entry.num_experts))
         mask: np.ndarray = self.table.tier[ids] != ABSENT
         return mask.reshape(module.entry.num_experts, module.entry.num_slices)
 
     # -- catching up ---------------------------------------------------------------------------------------------------
 
-    def set_catch_up(self, module: PagedModule, catch_up: CatchUp | None) -> None:
+    def set_catch_up(
+        self, module: PagedModule, catch_up: CatchUp | None, *, is_current: IsCurrent = lambda module: False
+    ) -> None:
         """Who knows what the module's weight pages have missed: the optimizer that steps them."""
         self._catch_up.pop(module.entry.module, None)
         if catch_up is not None:
-            self._catch_up[module.entry.module] = catch_up
+            self._catch_up[module.entry.module] = catch_up, is_current
 
     def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
         """Brings weight pages of a module up to date with its optimizer, before they are read."""
-        catch_up = self._catch_up.get(module.entry.module)
-        if catch_up is not None:
-            catch_up(module, page_ids)
+        known = self._catch_up.get(module.entry.module)
+        if known is not None:
+            known[0](module, page_ids)
+
+    def is_current(self, module: PagedModule) -> bool:
+        """Whether :meth:`catch_up` would do nothing for any page of a module."""
+        known = self._catch_up.get(module.entry.module)
+        return known is None or known[1](module)
 
     def work_in_host(self, deciding: tuple[Plane, ...]) -> None:
         """Pages whose planes ``deciding`` lie in host memory are stepped there: they are not fetched ahead."""
@@ -290,6 +307,8 @@ class ExpertManager:
 
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""
+        if self.whole.unsettled:
+            self.whole.settle()
         if self.pager.can_evict:
             start = time.perf_counter_ns()
             self.pager.ensure(page_ids)

@@ -225,19 +225,23 @@ class Pager:
         here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
 
-    def relocate(self, page_id: int, slot: int) -> None:
-        """Copies a page that is here, free of leases and not on its way, to a free slot of its class."""
-        device, slot_class = self.tiers.device, self.table.slot_class(page_id)
-        source = int(self.table.slot[page_id])
-        device.take(slot_class, slot)
-        before, after = (device.tensor(slot_class, place) for place in (source, slot))
-        after.copy_(before)
-        self.tiers.copier.released([before, after])  # whatever comes to the slot that is left waits for this copy
-        self._left(page_id)
-        self.table.shift(page_id, slot)
-        device.free(slot_class, source)
-        self._arrived(page_id, slot)
-        self.counts["pages_moved"] += 1
+    def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies pages that are here, free of leases and not on their way, to free slots of their class: at once."""
+        device, pairs = self.tiers.device, []
+        for page_id, slot in moves:
+            slot_class = self.table.slot_class(page_id)
+            device.take(slot_class, slot)
+            pairs.append((device.tensor(slot_class, int(self.table.slot[page_id])), device.tensor(slot_class, slot)))
+        self.tiers.bulk.copy(pairs)
+        # Whatever comes to the slots that are left waits for these copies.
+        self.tiers.copier.released([slot for pair in pairs for slot in pair])
+        for page_id, slot in moves:
+            slot_class, source = self.table.slot_class(page_id), int(self.table.slot[page_id])
+            self._left(page_id)
+            self.table.shift(page_id, slot)
+            device.free(slot_class, source)
+            self._arrived(page_id, slot)
+        self.counts["pages_moved"] += len(moves)
 
     def compact(self, slot_class: SlotClass, *, tight: bool = False) -> int:
         """See :func:`megascale_omni.paging.compaction.compact`."""

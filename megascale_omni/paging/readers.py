@@ -7,6 +7,7 @@ its slot to another one, waits for it meanwhile, for the time of a copy. Nobody 
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascale_omni.paging.disk import PageIoError
 from megascale_omni.paging.tiers import TierKind, aligned_empty
+from megascale_omni.paging.word_sums import word_sums
 
 if TYPE_CHECKING:
     from megascale_omni.paging.flights import Tiers
@@ -62,7 +65,8 @@ def copy_of(page_id: int, table: PageTable, tiers: Tiers) -> torch.Tensor:
     For a page that is present and that nobody changes meanwhile. A page on its way is where it comes from.
 
     Raises:
-        PageIoError: it is on disk, and its bytes could not be read, or are not those written.
+        PageIoError: it is on disk, and its bytes could not be read, or are not those written; or a device's are not
+            those that arrived, where kernels have a checksum.
     """
     slot_class = table.slot_class(page_id)
     copied = aligned_empty((1, slot_class.stride), dtype=slot_class.dtype)[0]
@@ -78,5 +82,12 @@ def copy_of(page_id: int, table: PageTable, tiers: Tiers) -> torch.Tensor:
             held = (tiers.device if tier is TierKind.DEVICE else tiers.host).tensor(slot_class, slot)
             if tier is TierKind.DEVICE:
                 tiers.copier.arrived(held)
+            measured = tiers.bulk.checksums([held]) if tier is TierKind.DEVICE and tiers.checks else None
             copied.copy_(held)
+            if measured is not None and word_sums(copied) != tuple(measured[0].tolist()):
+                raise PageIoError(
+                    errno.EILSEQ,
+                    f"copying the {table.numbering.describe(page_id)} from the device failed: its checksum in host "
+                    "memory is not that on the device",
+                )
     return copied

@@ -205,6 +205,15 @@ def visit_of(event: Event) -> tuple[Visit, np.ndarray]:
     return Visit(PHASES[phase], module, planes), event.numbers[3:].astype(np.int64)
 
 
+def check_policy(name: str) -> PolicyName:
+    """The name, if it is one of a policy. ValueError names those that there are."""
+    known: tuple[PolicyName, ...] = get_args(PolicyName)
+    for policy in known:
+        if name == policy:
+            return policy
+    raise ValueError(f"policy {name!r} is unknown; choose among {', '.join(known)}")
+
+
 def replay(
     trace: Trace,
     *,
@@ -219,8 +228,7 @@ def replay(
     Raises:
         ValueError: an unknown policy; a budget that is too small.
     """
-    if policy not in get_args(PolicyName):
-        raise ValueError(f"policy {policy!r} is unknown; choose among {', '.join(get_args(PolicyName))}")
+    check_policy(policy)
     moved = Moved(policy, budget.bytes_of(trace.model.total_bytes))
     if policy == "min":
         replay_minimum(trace, budget, moved, since=since)

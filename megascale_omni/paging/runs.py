@@ -18,6 +18,11 @@ class Place(NamedTuple):
         return self.memory == other.memory and self.offset + self.nbytes == other.offset
 
 
+def neighbours(places: Sequence[Place]) -> list[list[int]]:
+    """Places, by number, put together: those of a run lie one behind the other."""
+    return runs([(place, place) for place in places])
+
+
 def runs(pairs: Sequence[tuple[Place, Place]]) -> list[list[int]]:
     """Copies (source, target), by number, put together: of each run both sources and targets lie one behind the other.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -52,6 +52,10 @@ class Streams(Protocol):
         """
         ...
 
+    def run(self, work: Callable[[], None], way: Way, *, after: Iterable[Event]) -> Event:
+        """The same for operations other than copies: those that ``work`` gives, on the stream of a way."""
+        ...
+
     def compute_waits(self, event: Event) -> None:
         """What compute is given from now on begins after the event. The host goes on."""
         ...
@@ -83,15 +87,23 @@ class CudaStreams:
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], way: Way, *, after: Iterable[Event]
     ) -> torch.cuda.Event:
         """See :class:`Streams`."""
+
+        def work() -> None:
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+
+        return self.run(work, way, after=after)
+
+    def run(self, work: Callable[[], None], way: Way, *, after: Iterable[Event]) -> torch.cuda.Event:
+        """See :class:`Streams`."""
         stream = self._streams[way]
         # A thread that waits for an event sleeps: others compute.
         event = torch.cuda.Event(blocking=True)
-        with self._locks[way], torch.cuda.stream(stream):
+        with self._locks[way], torch.cuda.device(self._device), torch.cuda.stream(stream):
             for earlier in after:
                 assert isinstance(earlier, torch.cuda.Event)
                 stream.wait_event(earlier)
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
+            work()
             event.record(stream)
         return event
 

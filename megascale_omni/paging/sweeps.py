@@ -38,6 +38,8 @@ class Sweeps:
     ) -> Iterator[Wave]:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.waves`."""
         manager = self._manager
+        if manager.whole.unsettled:
+            manager.whole.settle()
         resident = manager.arena.device.type == "cuda" and not manager.pager.can_evict
         nbytes = RESIDENT_BATCH_BYTES if resident else None
         batches = cut_batches(module.layout, dtype=module.dtypes[Plane.WEIGHT], experts=experts, nbytes=nbytes)
@@ -89,6 +91,8 @@ class Sweeps:
         if not names:
             return
         manager = self._manager
+        if manager.whole.unsettled:
+            manager.whole.settle()
         pairs = np.asarray(names, dtype=np.int64)
         self.visits.begin(module, phase, planes, pairs[:, 0] * module.entry.num_slices + pairs[:, 1])
         groups = np.stack([module.ids(plane, names) for plane in planes], axis=1)

@@ -21,7 +21,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megascale_omni.paging.planes import NUM_PLANES, PageNumbering
+from megascale_omni.paging.planes import PageNumbering, Plane
+from megascale_omni.schedule import Phase
 
 MAGIC = b"MSTRACE1"
 _HEAD = struct.Struct("<cII")
@@ -146,6 +147,8 @@ class Trace:
         numbers, place = self.numbers, 0
         while place < len(numbers):
             op, count = int(numbers[place]), int(numbers[place + 1])
+            if not 0 <= count <= len(numbers) - place - 2:
+                raise ValueError(f"an event of {count} numbers, where there are {len(numbers) - place - 2}")
             yield Event(Op(op), numbers[place + 2 : place + 2 + count])
             place += 2 + count
 
@@ -178,10 +181,13 @@ def read_trace(path: str | Path) -> Trace:
         payload = data[end : end + length]
         if zlib.crc32(payload) != crc or kind not in (b"M", b"E"):
             raise ValueError(f"trace file {path} is damaged at byte {place}; record it again")
-        if kind == b"M":
-            model = TracedModel(tuple(TracedModule(**module) for module in json.loads(payload)))
-        else:
-            parts.append(np.frombuffer(zlib.decompress(payload), dtype="<i4"))
+        try:
+            if kind == b"M":
+                model = TracedModel(tuple(TracedModule(**module) for module in json.loads(payload)))
+            else:
+                parts.append(np.frombuffer(zlib.decompress(payload), dtype="<i4"))
+        except (ValueError, TypeError, zlib.error) as error:
+            raise ValueError(f"trace file {path} is damaged at byte {place} ({error}); record it again") from error
         place = end + length
     if model is None or not model.modules:
         raise ValueError(f"trace file {path} names no modules: the run ended before it had any")
@@ -191,16 +197,35 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _check(trace: Trace, path: str | Path) -> None:
-    """Every event is known and speaks of pages that the model has."""
-    pages = sum(m.experts * m.slices for m in trace.model.modules) * NUM_PLANES
+    """Every event is known, whole, and speaks of phases, modules and pages that the model has."""
+    known = _pages_of(trace.model, path)
+    least = {Op.STEP: 1, Op.REACH: 1, Op.VISIT: 3}
     try:
         for event in trace:
-            if event.op is Op.VISIT:
-                good = 0 <= event.numbers[1] < len(trace.model.modules)
-            else:
-                plain = event.op in (Op.STEP, Op.REACH) or not len(event.numbers)
-                good = plain or 0 <= event.numbers.min() <= event.numbers.max() < pages
+            numbers = event.numbers
+            good = len(numbers) >= least.get(event.op, 0)
+            if good and event.op is Op.VISIT:
+                good = 0 <= numbers[0] < len(Phase) and 0 <= numbers[1] < len(trace.model.modules)
+                if good and len(numbers) > 3:
+                    module = trace.model.modules[numbers[1]]
+                    good = bool(0 <= numbers[3:].min() <= numbers[3:].max() < module.experts * module.slices)
+            elif good and event.op not in least and len(numbers):
+                good = bool(0 <= numbers.min() <= numbers.max() < len(known) and known[numbers].all())
             if not good:
-                raise ValueError(f"{event.op.name.lower()} of a page or module that it does not have")
+                raise ValueError(f"{event.op.name.lower()} of a page, phase or module that it does not have")
     except (ValueError, IndexError) as error:
         raise ValueError(f"trace file {path} does not fit its own model: {error}; record it again") from error
+
+
+def _pages_of(model: TracedModel, path: str | Path) -> np.ndarray:
+    """Mask over page ids: those of planes that their module has. ValueError where modules are none that can be."""
+    parts = []
+    for module in model.modules:
+        planes = module.slot_bytes.keys()
+        good = all(isinstance(count, int) and count > 0 for count in (module.experts, module.slices))
+        good = good and planes == module.slot_kind.keys() == module.floor_pages.keys()
+        if not good or not planes <= {plane.name.lower() for plane in Plane}:
+            raise ValueError(f"trace file {path} describes a module that cannot be: {module.path}; record it again")
+        row = np.array([plane.name.lower() in planes for plane in Plane])
+        parts.append(np.tile(row, module.experts * module.slices))
+    return np.concatenate(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from megascale_omni.paging.budget import Budget, ClassNeed, share, smallest_budget
@@ -24,8 +26,11 @@ def page_classes(model: TracedModel) -> dict[int, SlotClass]:
 
 
 def _slot_class(kind: str) -> SlotClass:
-    dtype, _, numel = kind.partition(" x ")
-    return SlotClass(getattr(torch, dtype), int(numel))
+    match = re.fullmatch(r"(\w+) x ([1-9]\d{0,17})", kind)
+    dtype = None if match is None else getattr(torch, match[1], None)
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the trace has pages of {kind!r}, which is no dtype and number of elements; record it again")
+    return SlotClass(dtype, int(match[2]))
 
 
 def needs_of(model: TracedModel) -> dict[SlotClass, ClassNeed]:

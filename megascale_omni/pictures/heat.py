@@ -19,6 +19,11 @@ LABELS = {
     Heat.HOT: "hot",
 }
 MOST_LABELS = 40
+MOST_ROWS = 800
+"""Experts that have a row of their own; of more, each layer's states are put in order, and areas tell how many."""
+
+ROWS, COLUMNS = 1600, 1000
+"""Of the image, at most."""
 
 
 def heat_grid(reports: Sequence[RankReport]) -> tuple[np.ndarray, list[int], list[tuple[int, str]]]:
@@ -27,20 +32,18 @@ def heat_grid(reports: Sequence[RankReport]) -> tuple[np.ndarray, list[int], lis
     Raises:
         ValueError: no look at the heat map was written.
     """
-    looks = min((len(report.heat) for report in reports), default=0)
-    if not looks:
-        raise ValueError(
-            "the report has no heat: the run ended before heat.refresh_steps steps, or with heat.enabled false"
-        )
+    seen = [{int(look["step"]): look for look in report.heat} for report in reports]
+    steps = sorted(set.intersection(*(set(looks) for looks in seen))) if seen else []
+    if not steps:
+        raise ValueError("the report has no heat: the run ended before its first step, or with heat.enabled false")
     rows: list[list[int]] = []
     begins: list[tuple[int, str]] = []
-    for report in reports:
+    for report, looks in zip(reports, seen, strict=True):
         for number, module in enumerate(report.modules):
             name = _short(str(module["path"]))
             begins.append((len(rows), name if len(reports) == 1 else f"rank {report.rank}, {name}"))
-            columns = [look["states"][number] for look in report.heat[:looks]]  # type: ignore[index]
+            columns = [looks[step]["states"][number] for step in steps]
             rows += [[int(column[expert]) for column in columns] for expert in range(len(columns[0]))]
-    steps = [int(str(look["step"])) for look in reports[0].heat[:looks]]
     return np.array(rows), steps, begins
 
 
@@ -51,6 +54,27 @@ def _short(path: str) -> str:
     return f"{chunk}layer {parts[parts.index('layers') + 1]}" if "layers" in parts[:-1] else path
 
 
+def image_of(grid: np.ndarray, steps: Sequence[int], ends: Sequence[int]) -> tuple[np.ndarray, tuple[float, float]]:
+    """States ``[rows, columns]`` to be drawn, and the steps at the image's left and right.
+
+    A look tells of the steps since the one before. Columns are equally wide, whatever lies between two looks. Of many
+    experts every layer gets an equal part of the rows, in which its states are in order.
+    """
+    first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else steps[0])
+    left, right = float(max(0, first)), float(steps[-1])
+    count = min(COLUMNS, max(1, int(right - left)))
+    centres = left + (np.arange(count) + 0.5) * (right - left) / count
+    image = grid[:, np.searchsorted(np.array(steps), centres)]
+    if len(grid) > MOST_ROWS:
+        each = max(1, ROWS // len(ends))
+        parts = []
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            ordered = -np.sort(-image[begin:end], axis=0)
+            parts.append(ordered[((np.arange(each) + 0.5) * len(ordered) / each).astype(int)])
+        image = np.concatenate(parts)
+    return image, (left, right)
+
+
 def draw_heat(reports: Sequence[RankReport], path: str | Path) -> None:
     """Writes the picture. Raises ValueError where there is nothing to draw."""
     from matplotlib.colors import ListedColormap
@@ -58,32 +82,33 @@ def draw_heat(reports: Sequence[RankReport], path: str | Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     grid, steps, begins = heat_grid(reports)
+    ends = [row for row, _ in begins[1:]] + [len(grid)]
+    image, (left, right) = image_of(grid, steps, ends)
+    many = len(grid) > MOST_ROWS
     figure = new_figure(10, min(16.0, max(4.0, 1.8 + 0.16 * len(grid))))
     axes = figure.add_subplot()
-    colours = ListedColormap([COLOURS[state] for state in Heat])
-    every = steps[1] - steps[0] if len(steps) > 1 else max(1, steps[0])
     axes.imshow(
-        grid,
+        image,
         aspect="auto",
         interpolation="nearest",
-        cmap=colours,
+        cmap=ListedColormap([COLOURS[state] for state in Heat]),
         vmin=-0.5,
         vmax=len(Heat) - 0.5,
-        extent=(steps[0] - every, steps[-1], len(grid), 0),
+        extent=(left, right, len(begins), 0) if many else (left, right, len(grid), 0),
     )
-    for row, _ in begins[1:]:
-        axes.axhline(row, color="white", linewidth=2.5)
-    ends = [row for row, _ in begins[1:]] + [len(grid)]
-    shown = begins if len(begins) <= MOST_LABELS else begins[:: -(-len(begins) // MOST_LABELS)]
-    middles = {row: (row + end) / 2 for (row, _), end in zip(begins, ends, strict=True)}
-    axes.set_yticks([middles[row] for row, _ in shown], [name for _, name in shown])
+    bounds = np.arange(len(begins) + 1) if many else np.array([row for row, _ in begins] + [len(grid)])
+    for row in bounds[1:-1]:
+        axes.axhline(row, color="white", linewidth=2.5 if len(begins) <= MOST_LABELS else 0.7)
+    middles = (bounds[:-1] + bounds[1:]) / 2
+    every = -(-len(begins) // MOST_LABELS)
+    axes.set_yticks(middles[::every], [name for _, name in begins[::every]])
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("training step")
-    axes.set_ylabel("experts of each layer, from 0 downwards")
+    axes.set_ylabel("experts of each layer, hot ones on top" if many else "experts of each layer, from 0 downwards")
     counts = {state: float((grid[:, -1] == state).mean()) for state in Heat}
     axes.set_title(
-        f"{len(grid)} experts over {steps[-1]} steps; at the end "
+        f"{len(grid):,} experts, steps {left + 1:,.0f} to {right:,.0f}; at the end "
         + ", ".join(f"{100 * counts[state]:.0f} % {state.name.lower()}" for state in reversed(Heat)),
         loc="left",
     )

@@ -25,6 +25,7 @@ from megascale_omni.kernels import (
     permute_rows,
     probs_gradient,
     scaled_clip,
+    wave_schedule,
 )
 from megascale_omni.kernels.tiles import GROUP, TileConfig, tiles_for
 
@@ -196,6 +197,16 @@ def _elementwise(target: str) -> Iterator[Spec]:
         | {"TILE": 64, "BM": 128},
         wide=False,
     )
+    yield Spec(
+        wave_schedule.wave_schedule,
+        "wave_schedule",
+        target,
+        dict.fromkeys(("counts", "weights", "gradients", "written", "items", "chains"), TABLE)
+        | dict.fromkeys(("tiles", "chain_tiles"), TILES)
+        | dict.fromkeys(("experts", "slices", "ffn", "rows", "limit", "num_tiles", "num_chain_tiles"), "i32")
+        | {"GRADIENT": True, "EXPERTS": 256, "BM": 64, "BC": 128, "FILL": wave_schedule.FILL},
+        wide=False,
+    )
     for decoupled in (True, False):
         yield Spec(
             paged_adam.paged_adam,
@@ -206,8 +217,10 @@ def _elementwise(target: str) -> Iterator[Spec]:
                 "blocks": TABLE,
                 "records": "*fp32",
                 "clip": "fp32",
+                "stop": "*i32",
                 "DECOUPLED": decoupled,
                 "CLIP": True,
+                "STOP": True,
             }
             | {"GRADIENT": tl.bfloat16, "WEIGHT": tl.bfloat16, "ALIGNED": True, "BLOCK": paged_adam.BLOCK},
             {"num_warps": 4, "enable_fp_fusion": False},  # as it is launched
@@ -262,13 +275,16 @@ def _elementwise(target: str) -> Iterator[Spec]:
         target,
         {"x": "*bf16:16", "source": "*i32:16", "scale": "*fp32:16", "out": "*bf16:16", "SCALE": True} | rows,
     )
-    yield Spec(
-        permute_rows.unpermute_rows,
-        "unpermute_rows",
-        target,
-        {"y": "*bf16:16", "position": "*i32:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8, "WEIGHT": True}
-        | rows,
-    )
+    for each in (True, False):
+        yield Spec(
+            permute_rows.unpermute_rows,
+            f"unpermute_rows{' each' if each else ''}",
+            target,
+            {"y": "*bf16:16", "position": "*i64:16", "weight": "*fp32:16", "out": "*bf16:16", "TOPK": 8}
+            | {"WEIGHT": True, "PRODUCT": tl.bfloat16, "EACH": each}
+            | rows,
+            {"enable_fp_fusion": False},
+        )
     yield Spec(
         permute_rows.sum_rows,
         "sum_rows",

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from megascale_omni.experts.activation import Activation
-from megascale_omni.kernels.paged_adam import AdamSegment, launch_adam
+from megascale_omni.kernels.paged_adam import launch_adam
 from megascale_omni.kernels.paged_fc1 import PageShape, launch_fc1
 from megascale_omni.kernels.tiles import product_tiles
 from megascale_omni.kernels.wave import WaveItem, wave_tables
+from megascale_omni.optimizer.arithmetic import AdamSegment
 from megascale_omni.optimizer.history import StepRecord
 from megascale_omni.paging.copies import StreamCopier
 from megascale_omni.paging.layout import MIB, SlotClass

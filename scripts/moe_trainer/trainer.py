@@ -8,8 +8,6 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -31,35 +29,8 @@ from .errors import LocalUsageError, UsageError, without_places
 from .model import build_model, transformer_config
 from .norms import parameter_norm
 from .optimizer import build_optimizer, build_scheduler
-
-
-@dataclass(frozen=True)
-class OptimizerResult:
-    """What the optimizer said about one step. The same on every rank."""
-
-    successful: bool
-    grad_norm: float | None
-    num_zeros: float | None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One training iteration. Loss and norms are of the whole batch and model, the same on every rank."""
-
-    iteration: int
-    """Counted from 1."""
-    loss: float
-    grad_norm: float | None
-    num_zeros: float | None
-    params_norm: float | None
-    learning_rate: float
-    """The one this step was made with."""
-    skipped: bool
-    step_seconds: float
-    tokens: int
-    """In the whole batch."""
-    clip: dict[str, object] | None = None
-    """What clipping by module found and did, where it is asked for."""
+from .parameter_sync import ParameterSync
+from .results import OptimizerResult, StepResult
 
 
 class Trainer:
@@ -81,7 +52,6 @@ class Trainer:
         self.args = args
         self.iteration = 0
         self.consumed_samples = 0
-        self._param_sync_paused = False
         self._checkpoints: paged_checkpoints.TrainerCheckpoints | None = None
         if not args.cuda:
             cpu.enable()
@@ -131,11 +101,9 @@ class Trainer:
         if args.overlap_grad_reduce:
             config.no_sync_func = of_chunks("no_sync")
             config.grad_sync_func = of_chunks("start_grad_sync")
-        if args.overlap_param_gather:
-            if args.virtual_pipeline_model_parallel_size is not None:
-                config.param_sync_func = of_chunks("start_param_sync")
-            # As stock: the first step gathers nothing, so that a broken start does not spread.
-            self._pause_param_sync(synchronise=False)
+        if args.overlap_param_gather and args.virtual_pipeline_model_parallel_size is not None:
+            config.param_sync_func = of_chunks("start_param_sync")
+        self._parameter_sync = ParameterSync(model, config, overlaps=args.overlap_param_gather)
         for chunk in model:
             chunk.train()
 
@@ -199,12 +167,11 @@ class Trainer:
         self.iteration += 1
         if successful:
             self.scheduler.step(increment=self.args.global_batch_size)
-        if self._param_sync_paused:
-            self._resume_param_sync()
+        self._parameter_sync.resume()
         return OptimizerResult(successful, grad_norm, num_zeros)
 
     def _parameter_norm(self) -> float:
-        with self._all_parameters_here():
+        with self._parameter_sync.all_here():
             return parameter_norm(self.model)
 
     def _agree_on_step(
@@ -248,7 +215,7 @@ class Trainer:
         for chunk in self.model:
             chunk.eval()
         try:
-            with torch.no_grad(), self._all_parameters_here():
+            with torch.no_grad(), self._parameter_sync.all_here():
                 losses = [
                     self._run(partial(self.data.validation, index), forward_only=True) for index in range(iterations)
                 ]
@@ -256,28 +223,6 @@ class Trainer:
             for chunk in self.model:
                 chunk.train()
         return sum(losses) / len(losses)
-
-    @contextmanager
-    def _all_parameters_here(self) -> Iterator[None]:
-        """Where parameters are gathered while the next forward pass computes, gather them now instead."""
-        if not self.args.overlap_param_gather or self._param_sync_paused:
-            yield
-            return
-        self._pause_param_sync(synchronise=True)
-        yield
-        self._resume_param_sync()
-
-    def _pause_param_sync(self, *, synchronise: bool) -> None:
-        for chunk in self.model:
-            chunk.disable_forward_pre_hook(param_sync=synchronise)
-        self._param_sync_func, self.config.param_sync_func = self.config.param_sync_func, None
-        self._param_sync_paused = True
-
-    def _resume_param_sync(self) -> None:
-        for chunk in self.model:
-            chunk.enable_forward_pre_hook()
-        self.config.param_sync_func = self._param_sync_func
-        self._param_sync_paused = False
 
     # --- forwards and backwards -------------------------------------------------------------------
 
@@ -342,7 +287,7 @@ class Trainer:
         """Write a checkpoint of this iteration under `--save`. Returns its folder."""
         if self.args.save is None:
             raise UsageError("there is nowhere to save: give --save FOLDER")
-        with self._all_parameters_here():
+        with self._parameter_sync.all_here():
             if paged_checkpoints.is_wanted(self.args):
                 return self._paged(self.args.save).save()
             return checkpointing.save(self, self.args.save)
@@ -379,7 +324,7 @@ class Trainer:
             # Parts of model and optimizer keep tensors, whose graph keeps the wrapper's hooks, and the wrapper would
             # keep them: a cycle through autograd that no collector sees, with all process groups and threads in it.
             vars(chunk).clear()
-        for name in ("model", "optimizer", "scheduler", "config", "data"):
+        for name in ("model", "optimizer", "scheduler", "config", "data", "_parameter_sync"):
             self.__dict__.pop(name, None)
         megatron_ext.disable()
         get_moe_layer_wise_logging_tracker().clear()

@@ -192,6 +192,43 @@ def test_a_batch_is_on_its_way_while_the_one_before_it_is_computed(pools):
         ]
 
 
+def home_in_bf16(rank: int, world: int) -> tuple[list[tuple[float, float]], list[set[torch.dtype]]]:
+    """Of each gradient of this rank's experts: how far it is from what it is with fp32 on the wire, and its largest
+    element; and what was lent for gradients on their way, with fp32 and with bf16 on the wire.
+    """
+    found, lent = [], []
+    for wire in ("fp32", "bf16"):
+        side = GroupSide(Channel(dist.group.WORLD), GroupOptions(move="pages", grad_wire=wire))  # type: ignore[arg-type]
+        start, dtypes = Channel.transfer, set[torch.dtype]()
+
+        def noted(channel, transfers, start=start, dtypes=dtypes):
+            dtypes.update(transfer.tensor.dtype for transfer in transfers)
+            return start(channel, transfers)
+
+        generator = torch.Generator().manual_seed(rank)
+        x, probs = (torch.randn(6, n, generator=generator).requires_grad_() for n in (24, LOCAL * world))
+        forward = side.dispatcher.pages.start_gradients  # type: ignore[union-attr]
+
+        def home(batch, forward=forward, noted=noted):
+            with mock.patch.object(Channel, "transfer", noted):
+                return forward(batch)
+
+        with mock.patch.object(side.dispatcher.pages, "start_gradients", home):
+            side.dispatched(x, torch.ones(6, LOCAL * world, dtype=torch.bool), probs)
+        found.append(gradients(side.local))
+        lent.append(dtypes)
+    pairs = [(found[1][name], expected) for name, expected in found[0].items()]
+    return [(float((one - other).abs().max()), float(other.abs().max())) for one, other in pairs], lent
+
+
+def test_gradients_of_pages_that_travelled_may_come_home_in_bf16(pools):
+    for differences, lent in pools[2].run(home_in_bf16):
+        assert lent == [{torch.float32}, {torch.bfloat16}]
+        assert len(differences) == 4
+        for difference, largest in differences:
+            assert 0 < difference <= 2**-8 * largest
+
+
 def repeat_pages(rank: int, world: int) -> tuple[int, int, int, int, int]:
     """Buffers made in the first step and in three more of the same and other groups; experts' buffers kept; look-ups
     of groups found and not found in the last step, whose groups were there before.

@@ -1,16 +1,25 @@
 """Kernels on an accelerator: what the interpreter cannot say. Values, bits of torch's own kernels, traps."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from megascale_omni.experts.activation import Activation
+from megascale_omni.experts.completion import LastGradients
+from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.products import BlasProducts
+from megascale_omni.experts.shards import PageShards
 from megascale_omni.experts.tokens import ComingCounts, rows_of_map
 from megascale_omni.experts.workspace import Workspace
 from megascale_omni.kernels.interpreter import is_interpreted
+from megascale_omni.optimizer.arithmetic import AdamSegment
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdamW, fuses_multiply_add
 from megascale_omni.optimizer.history import StepRecord
+from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import Plane
@@ -22,7 +31,7 @@ SWIGLU = Activation("silu", gated=True)
 CUDA = torch.device("cuda")
 
 
-def experts_of(kernels: bool, dtype: torch.dtype, rows: int) -> PagedExperts:
+def experts_of(kernels: bool, dtype: torch.dtype, rows: int, *, bias: bool = True) -> PagedExperts:
     from megascale_omni.experts.torch_backend import TorchBackend
     from megascale_omni.kernels.backend import TritonBackend
 
@@ -30,7 +39,7 @@ def experts_of(kernels: bool, dtype: torch.dtype, rows: int) -> PagedExperts:
     experts = PagedExperts(
         manager=ExpertManager(device=CUDA, poison=True),
         path="experts",
-        layout=PageLayout(ExpertShape(hidden=256, ffn=208, gated=True, bias=True), rows),
+        layout=PageLayout(ExpertShape(hidden=256, ffn=208, gated=True, bias=bias), rows),
         num_experts=4,
         dtypes={Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32},
         activation=SWIGLU,
@@ -92,6 +101,80 @@ def test_host_memory_has_the_bits_of_the_device():
         assert torch.equal(device[name].cpu(), tensor), name
 
 
+def adam_of(experts: PagedExperts, *, kernels: bool) -> PagedAdam:
+    for plane in (Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2):
+        experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
+    groups = [{"lr": 1e-2, "weight_decay": decay, "betas": (0.9, 0.95), "eps": 1e-8} for decay in (0.1, 0.0)]
+    return PagedAdam(
+        [(experts, GroupBinding(weights=0, biases=1))],
+        groups=groups,
+        arithmetic=CudaAdamW(kernels=kernels),
+        shards=PageShards(),
+        max_lag=2,
+    )
+
+
+def state_of(adam: PagedAdam, experts: PagedExperts) -> list[torch.Tensor]:
+    planes = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
+    return [tensor for plane in planes for tensor in adam.dense(experts, plane).values()]
+
+
+def test_all_pages_of_a_module_take_their_steps_in_one_launch_and_in_the_bits_of_torch(monkeypatch):
+    from megascale_omni.kernels import paged_adam
+
+    launches: list[int] = []
+    plain = paged_adam.launch_adam
+
+    def launched(segments: Sequence[AdamSegment], **options: Any) -> None:
+        launches.append(len(segments))
+        plain(segments, **options)
+
+    monkeypatch.setattr(paged_adam, "launch_adam", launched)
+    found = []
+    for kernels in (False, True):
+        experts = experts_of(True, torch.bfloat16, 64)
+        adam = adam_of(experts, kernels=kernels)
+        torch.manual_seed(7)
+        for step in range(5):
+            active = [step % 3, 3] if step != 2 else []
+            experts.manager.create(experts.pages, Plane.GRADIENT, active)
+            with experts.manager.lease(experts.pages, Plane.GRADIENT, active) as lease:
+                for name in np.ndindex(len(active), experts.layout.num_slices):
+                    lease.page(active[name[0]], name[1]).normal_()
+            before = len(launches)
+            adam.step(clip_coefficient=0.5 if step % 2 else None)
+            assert len(launches) - before <= kernels
+            ExpertGradients([experts]).drop()
+        found.append(state_of(adam, experts))
+    assert max(launches) > 2 * experts.layout.num_slices
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_backward_that_steps_pages_does_not_wait_for_their_gradients(bad):
+    experts = experts_of(True, torch.bfloat16, 64)
+    adam, gradients = adam_of(experts, kernels=True), ExpertGradients([experts])
+    LastGradients(gradients, scale=0.5, backwards=lambda: 1, ends_run=True).stepper = adam
+    for step in range(2):  # the first one compiles
+        y = experts(torch.randn(40, 256, device=CUDA).bfloat16(), [10, 0, 20, 10], torch.rand(40, device=CUDA))
+        grad = torch.randn_like(y)
+        grad[15:] *= float("nan") if bad and step else 1.0
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            y.backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        gradients.finish(scale=0.5)
+        assert (gradients.non_finite is not None) == bool(bad and step)
+        assert gradients.stepped
+        if gradients.non_finite is None:
+            adam.step()
+            gradients.drop()
+    experts.manager.set_catch_up(experts.pages, None)  # to look at what is there
+    assert all(bool(tensor.isfinite().all()) for tensor in experts.dense(Plane.MASTER).values())
+
+
 ROUTES = [[0, 1], [1, 3], [0, 3], [2], []] * 40
 """Experts of each token."""
 
@@ -133,7 +216,42 @@ def test_tokens_read_by_index_give_the_bits_of_their_rows_every_time():
         assert [name for name, tensor in found[0].items() if not tensor.equal(other[name])] == []
 
 
-def test_a_layer_whose_pages_are_there_waits_for_its_counts_alone():
+def there_and_back(experts: PagedExperts, *, ahead: bool) -> list[torch.Tensor]:
+    """Result and gradients of a micro-batch, as the dispatcher of one rank has it computed."""
+    map_ET, tokens, grad = routed()
+    coming = ComingCounts(map_ET.sum(1))
+    counts = coming if ahead else coming.wait()
+    expert, index = rows_of_map(map_ET, 2 * len(ROUTES) if isinstance(counts, ComingCounts) else sum(counts))
+    x, probs = tokens.clone().requires_grad_(), (expert + 1.0).div(4).requires_grad_()
+    y = experts(x, counts, probs, index)
+    y.backward(grad)
+    assert x.grad is not None
+    assert probs.grad is not None
+    return [y.detach(), x.grad, probs.grad[: sum(map(len, ROUTES))]]
+
+
+def test_a_layer_whose_pages_are_there_does_not_wait_and_has_the_bits_of_one_that_does(monkeypatch):
+    found = []
+    for ahead in (False, True):
+        experts = experts_of(True, torch.bfloat16, 64, bias=False)
+        assert experts.goes_ahead
+        there_and_back(experts, ahead=ahead)  # compiles
+        with monkeypatch.context() as patched:
+            if ahead:
+                patched.setattr(ComingCounts, "wait", lambda self: pytest.fail("the host waits"))
+                patched.setattr(ComingCounts, "have_come", False)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if ahead else "default")
+            try:
+                results = there_and_back(experts, ahead=ahead)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert experts.manager.present(experts.pages, Plane.GRADIENT).all()
+        found.append([*results, *experts.dense(Plane.GRADIENT).values()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_a_layer_with_biases_waits_for_its_counts_alone():
     map_ET, tokens, grad = routed()
     experts = experts_of(True, torch.bfloat16, 64)
 

@@ -1,9 +1,11 @@
 """What the ranks of these tests do, as functions of a job (see tests/distributed/pool.py)."""
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,6 +26,21 @@ def prove_cases(
         if not control:
             return list(found)
         return [(one, prove_control(rank, world, case=case)) for one, case in zip(found, cases, strict=True)]
+
+
+def prove_with_kernels(rank: int, world: int, *, cases: list[Case]) -> list[object]:
+    """The same with experts computed by interpreted kernels; and which launchers of rows were called."""
+    from megascale_omni.kernels.interpreter import interpreted
+
+    with interpreted(), fresh_deepspeed():
+        import deepspeed_ext  # noqa: F401
+        from megascale_omni.kernels import backend, weighted_outputs
+
+        launchers = ((weighted_outputs, "unpermute"), (weighted_outputs, "weight_gradient"), (backend, "sum_by_token"))
+        with ExitStack() as stack:
+            mocks = [stack.enter_context(patch.object(m, n, wraps=getattr(m, n))) for m, n in launchers]
+            found = [prove(rank, world, case=case) for case in cases]
+            return [*found, [name for (_, name), mock in zip(launchers, mocks, strict=True) if mock.called]]
 
 
 def side_of(case: Case) -> Side:

@@ -58,6 +58,18 @@ def offloaded(stage: int) -> dict[str, object]:
     return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
 
 
+def test_kernels_read_tokens_by_index_and_weight_what_they_sum(pools: Pools) -> None:
+    small = Case(steps=1, sequences=1, length=4, size=Size(layers=1, experts=4, hidden=16, ffn=16))
+    cases = [
+        replace(small, family="mixtral", section={"backend": "triton"}, experts_implementation=way)
+        for way in (None, "eager")
+    ]
+    (*found, called) = pools[1].run(ranks.prove_with_kernels, cases=cases)[0]
+    assert called == ["unpermute", "weight_gradient", "sum_by_token"]
+    for case, deviations in zip(cases, found, strict=True):
+        assert_exact(deviations, case)
+
+
 def test_experts_that_no_token_of_a_rank_reaches(pools: Pools) -> None:
     outcomes = prove(pools, 2, [replace(FEW_TOKENS, stage=stage) for stage in STAGES])
     for stage in range(len(STAGES)):

@@ -116,6 +116,9 @@ def switch_sides(
 
         with side(megascale=True, load="stock --ckpt-step 2") as paged:
             slices = max(module.layout.num_slices for module in paged_modules(paged))
+            if variant != "frozen experts":  # which have no optimizer that could know
+                at = {module.manager.schedule.moment.step for module in paged_modules(paged)}
+                differences.of_values("stock -> MegaScale: steps that reports go on with", {2}, at)
             differences.of_states("stock -> MegaScale", saved, state_of(paged))
             continued = losses_and_norms(paged, 1)
             late = pages_behind(paged)

@@ -1,15 +1,20 @@
 """Tokens of each expert are counted without making the host wait for how many counts there are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from deepspeed_ext.experts import HfExperts
+from deepspeed_ext.run import Ranks
 
 
 class Router:
     """What counting needs of experts."""
 
-    path, all_experts = "layers.0.experts", 4
+    path, all_experts, eager = "layers.0.experts", 4, False
+    run = SimpleNamespace(ranks=Ranks())
+    context = SimpleNamespace(backend=SimpleNamespace(by_index=False))
 
     def _counts_of(self, index_Tk: torch.Tensor) -> torch.Tensor:
         return HfExperts._counts_of(self, index_Tk)  # type: ignore[arg-type]

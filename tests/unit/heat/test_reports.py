@@ -41,7 +41,7 @@ def test_a_report_tells_every_step_and_every_look(report):
     folder, counts = report
     (found,) = read_report(folder)
     assert [line["step"] for line in found.steps] == list(range(1, 8))
-    assert [line["step"] for line in found.heat] == [2, 4, 6]
+    assert [line["step"] for line in found.heat] == [2, 4, 6, 7], "the last one tells of the end"
     assert [m["path"] for m in found.modules] == ["layers.0.experts", "layers.1.experts"]
     assert all(len(states) == 8 for line in found.heat for states in line["states"])
     assert found.limit_bytes
@@ -79,9 +79,15 @@ def test_a_short_list_of_experts_is_named(experts, state, told):
     assert heat_command._told(experts, state) == told
 
 
+def _begin_with(path, line):
+    rest = path.read_text().splitlines()[1:]
+    path.write_text("\n".join([json.dumps(line), *rest]) + "\n")
+
+
 def test_reports_of_several_ranks_are_shown_together(report, tmp_path, capsys):
     for rank in range(2):
         (tmp_path / f"rank{rank}.jsonl").write_text((report[0] / "rank0.jsonl").read_text())
+        _begin_with(tmp_path / f"rank{rank}.jsonl", {"kind": "begin", "world": 2})
     assert cli.main(["heat", str(tmp_path)]) == 0
     assert "rank 1, layer 0:" in capsys.readouterr().out
     assert len(draw_report(tmp_path)) == 2
@@ -91,7 +97,7 @@ def test_a_report_of_a_run_that_died_is_read_up_to_there(report, tmp_path):
     text = (report[0] / "rank0.jsonl").read_text()
     (tmp_path / "rank0.jsonl").write_text(text[:-20])
     (found,) = read_report(tmp_path)
-    assert len(found.steps) + len(found.heat) == sum('"kind": "run"' not in x for x in text.splitlines()) - 1
+    assert len(found.steps) + len(found.heat) == sum("states" in x or "tiers" in x for x in text.splitlines()) - 1
     (tmp_path / "rank0.jsonl").write_text("nonsense\n" + text)
     with pytest.raises(ValueError, match=r"rank0.jsonl, line 1, is no line of a report"):
         read_report(tmp_path)

@@ -91,6 +91,7 @@ def test_probes_take_turns(frozen, turn):
         ({"alarm_percentile": 40}, r"alarm_percentile=40 is above cold_percentile=30"),
         ({"compute_weight": 0.9}, r"compute_weight 0.9, .* add up to 1.4; they must add up to 1"),
         ({"window_steps": 5}, r"window_steps=5 is shorter than refresh_steps=10"),
+        ({"window_steps": 25}, r"window_steps=25 is no multiple of refresh_steps=10, .*; give 20"),
         ({"cold_steps": 0}, r"heat\.cold_steps=0 must be a whole number of steps, 1 or more"),
         ({"probe_share": 2}, r"heat\.probe_share=2 must be between 0 and 1"),
         ({"hot_percentile": "90"}, r"heat\.hot_percentile='90' must be a percentile between 0 and 100"),

@@ -108,6 +108,19 @@ def waits(rank: int, world: int) -> None:
         assert mode.found == []
         probs.nonzero()
         assert mode.found == ["nonzero"], "the mode sees what waits"
+        mode.found.clear()
+        kind = type(ours.layer.experts)
+        with mock.patch.object(kind, "goes_ahead", True), mock.patch.object(kind, "compute") as compute:
+            few = route & (route.cumsum(1) <= 2)
+            x, probs = dispatcher.dispatch_preprocess(hidden, few, torch.rand(len(ROUTES), 4) * few)
+            dispatcher.compute(ours.layer.experts, x, probs)
+        assert (waited.call_count, mode.found) == (1, [])
+        _, coming, probs_N, index_N = compute.call_args.args
+        assert coming.wait() == few.sum(0).tolist()
+        rows = sum(coming.wait())
+        assert index_N.shape == probs_N.shape == (2 * len(ROUTES),)
+        assert probs_N[:rows].equal(probs.T[few.T])
+        assert (index_N[rows:] == -1).all()
 
 
 def test_the_host_waits_for_the_counts_and_for_nothing_else(pools) -> None:

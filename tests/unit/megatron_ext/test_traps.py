@@ -7,76 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.distributed.megatron_state import fresh_parallel_state
 from tests.unit.megatron_ext.layers import EXPERTS, Side, build, tokens, weighted
+from tests.unit.megatron_ext.two_sides import (
+    EVERYWHERE,
+    KINDS,
+    WITHOUT_3,
+    as_named,
+    assert_close,
+    experts_with_gradient,
+    train_both,
+    two_sides,
+)
 
-EVERYWHERE: Sequence[Iterable[int]] = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]]
-WITHOUT_3: Sequence[Iterable[int]] = [[0, 1], [1, 2], [2, 0], [1], [0, 2]]
-
-KINDS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "biases": {"bias": True, "gated": False},
-    "bf16": {"bf16": True, "bias": True},
-    "distributed": {"distributed": True, "bias": True},
-    "clipped": {"clip_grad": 0.05},
-}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def two_sides(**options: Any) -> tuple[Side, Side]:
-    fresh_parallel_state()
-    return build(megascale=False, **options), build(megascale=True, **options)
-
-
-def assert_close(stock: dict[str, torch.Tensor], paged: dict[str, torch.Tensor]) -> None:
-    """Equal names, and differences within 1e-4 of each tensor's norm; NaN where the other has NaN.
-
-    At this rate of learning a step moves weights by half their size, and Adam makes as much of a tiny gradient as of a
-    large one: rounding grows to some 1e-5 over a few steps, and whatever is wrong to much more than 1e-4.
-    """
-    assert stock.keys() == paged.keys()
-    for name, tensor in stock.items():
-        nan = torch.isnan(tensor)
-        assert torch.equal(nan, torch.isnan(paged[name])), name
-        difference = torch.where(nan, 0.0, tensor.double() - paged[name].double())
-        norm = torch.where(nan, 0.0, tensor.double()).norm()
-        assert difference.norm() <= 1e-4 * norm + 1e-9, f"{name}: {float(difference.norm())} of {float(norm)}"
-
-
-def as_named(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-    return dict(zip(("output", "gradient of tokens", "gradient of probabilities"), tensors, strict=True))
-
-
-def experts_with_gradient(side: Side) -> set[int]:
-    """Local experts that have a gradient page."""
-    return {expert for expert, _ in side.ddp.gradients.present(side.layer.experts)}
 
 
 def moments_of(side: Side, expert: int) -> dict[str, torch.Tensor]:
     """Masters and moments of one expert, by kind and name."""
     found = {n: t for n, t in side.tensors().items() if f".local_experts.{expert}." in n}
     return {name: tensor for name, tensor in found.items() if not name.startswith("weight ")}
-
-
-def train_both(stock: Side, paged: Side, *micro_batches: tuple[torch.Tensor, Sequence[Iterable[int]]]) -> None:
-    """A step of both sides; everything that it gives and changes is compared."""
-    given = []
-    for side in (stock, paged):
-        side.clear()
-        for x_Th, routes in micro_batches:
-            last = side.forward_backward(x_Th, routes)
-        side.reduce()
-        gradients = side.experts_gradients()
-        successful, norm, zeros = side.step()
-        assert successful
-        scalars = {"norm": torch.tensor(norm), "zeros": torch.tensor(zeros)}
-        given.append({**as_named(*last), **gradients, **scalars, **side.tensors()})
-    assert_close(*given)
 
 
 # --- which experts get tokens -------------------------------------------------------------------------------------
@@ -316,88 +270,3 @@ def test_a_nan_under_the_check_names_expert_or_parameter(pools):
     assert "rank 0: chunk 0: mlp.experts, local expert 2 (slice 0): 1 non-finite elements" in expert
     assert "--no-check-for-nan-in-loss-and-grad" in expert
     assert "rank 0: parameter scale" in parameter
-
-
-# --- steps that are not made, scaling, groups -------------------------------------------------------------------------
-
-
-def skip_a_step(rank: int, world: int) -> None:
-    stock, paged = two_sides()
-    train_both(stock, paged, (tokens(5, seed=0), EVERYWHERE))
-    for side in (stock, paged):
-        before, groups = side.tensors(), [dict(group) for group in side.optimizer.param_groups]
-        side.clear()
-        side.forward_backward(tokens(5, seed=1), EVERYWHERE)
-        side.reduce()
-        with mock.patch.object(type(side.optimizer.chained_optimizers[0]), "prepare_grads", return_value=True):
-            assert side.optimizer.step() == (False, None, None)
-        after = side.tensors()
-        assert [name for name in before if not torch.equal(before[name], after[name])] == []
-        assert [dict(group) for group in side.optimizer.param_groups] == groups
-    adam = paged.optimizer.paged.adam
-    assert adam.num_steps == 1
-    assert [adam.history.last_step(index) for index in range(len(adam.param_groups))] == [1] * len(adam.param_groups)
-    train_both(stock, paged, (tokens(5, seed=2), WITHOUT_3))
-    assert adam.num_steps == 2
-
-
-def test_a_skipped_step_leaves_no_trace(pools):
-    pools[1].run(skip_a_step)
-
-
-def scale_by_tokens(rank: int, world: int) -> None:
-    given = []
-    for side in two_sides(bias=True, calculate_per_token_loss=True):
-        side.clear()
-        side.forward_backward(tokens(5, seed=0), EVERYWHERE)
-        side.reduce()
-        side.ddp.scale_gradients(torch.tensor(1 / 7))
-        gradients = side.experts_gradients()
-        side.step()
-        given.append({**gradients, **side.tensors()})
-    assert_close(*given)
-
-
-def test_the_loss_per_token_scales_experts_gradients_too(pools):
-    pools[1].run(scale_by_tokens)
-
-
-def follow_schedule(rank: int, world: int, *, override: dict[str, float] | None) -> None:
-    stock, paged = two_sides(bias=True, overrides=override)
-    adam = paged.optimizer.paged.adam
-    for step in range(3):
-        groups = [
-            {g["wd_mult"]: (g["lr"], g["weight_decay"]) for g in s.optimizer.param_groups} for s in (stock, paged)
-        ]
-        assert groups[0] == groups[1]
-        expected = [groups[1][group["wd_mult"]] for group in adam.param_groups]
-        train_both(stock, paged, (tokens(5, seed=step), WITHOUT_3))
-        records = [adam.history.since(index, step)[0] for index in range(len(adam.param_groups))]
-        assert [(record.lr, record.weight_decay) for record in records] == expected
-    assert len(set(groups[0].values())) == len(groups[0]) > 1
-
-
-@pytest.mark.parametrize("override", [None, {"wd_mult": 0.5, "max_lr": 3e-2, "min_lr": 1e-2}], ids=["", "experts"])
-def test_the_scheduler_sets_rate_and_decay_of_experts_groups(pools, override):
-    pools[1].run(follow_schedule, override=override)
-
-
-# --- several models ----------------------------------------------------------------------------------------------
-
-
-def train_two_models(rank: int, world: int) -> list[str]:
-    """Of one run: a teacher and a student, say. Each as if it were alone."""
-    fresh_parallel_state()
-    alone = build(megascale=True)
-    first, second = build(megascale=True, stay_enabled=True), build(megascale=True)
-    for step in range(2):
-        for side in (alone, first, second):
-            side.train((tokens(5, seed=step), WITHOUT_3))
-    for side in (first, second):
-        assert [n for n, t in alone.tensors().items() if not torch.equal(t, side.tensors()[n])] == []
-    assert first.layer.experts.manager is second.layer.experts.manager
-    return [first.layer.experts.path, second.layer.experts.path]
-
-
-def test_two_models_of_one_run_keep_apart(pools):
-    assert pools[1].run(train_two_models) == [["chunk 0: mlp.experts", "chunk 0: mlp.experts (2)"]]

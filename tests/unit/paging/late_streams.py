@@ -6,7 +6,7 @@ test computes is done at once, so that its marks are past when they are made; wh
 
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ class Copied:
     way: Way
     after: list[LateEvent]
     event: LateEvent
+    work: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -60,13 +61,26 @@ class LateStreams:
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], way: Way, *, after: Iterable[Event]
     ) -> LateEvent:
         with self._lock:
-            event = LateEvent(self, way)
-            earlier = [each for each in after if isinstance(each, LateEvent)]
-            copied = Copied(list(pairs), way, earlier, event)
-            self.copies.append(copied)
-            self._queues[way].append(copied)
-            self._some()
-            return event
+            return self._later(list(pairs), lambda: None, way, after)
+
+    def run(self, work: Callable[[], None], way: Way, *, after: Iterable[Event]) -> LateEvent:
+        with self._lock:
+            return self._later([], work, way, after)
+
+    def _later(
+        self,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        work: Callable[[], None],
+        way: Way,
+        after: Iterable[Event],
+    ) -> LateEvent:
+        event = LateEvent(self, way)
+        earlier = [each for each in after if isinstance(each, LateEvent)]
+        copied = Copied(pairs, way, earlier, event, work)
+        self.copies.append(copied)
+        self._queues[way].append(copied)
+        self._some()
+        return event
 
     def _some(self) -> None:
         while self._random is not None and self._random.random() < 0.4:
@@ -80,6 +94,7 @@ class LateStreams:
             self._until(event)
         for source, target in copied.pairs:
             target.copy_(source)
+        copied.work()
         copied.event.done = True
 
     def _until(self, event: LateEvent) -> None:

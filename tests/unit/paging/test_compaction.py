@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale_omni.paging import tiers
 from megascale_omni.paging.budget import Budget
-from megascale_omni.paging.compaction import in_order, moves_in_order
+from megascale_omni.paging.compaction import in_order, moves_in_order, together
 from megascale_omni.paging.layout import MIB, ExpertShape, PageLayout
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.memory import FreeMemory
@@ -38,13 +38,23 @@ def test_moves_bring_every_page_to_its_place_through_free_slots_only(before, aft
     wanted = {page: after[page] for page in pages}
     others = extra - set(places.values()) - set(wanted.values())  # of pages that stay
     at, taken, spare = dict(places), {*places.values(), *others}, 99
-    for page, slot in moves_in_order(places, wanted, spare=spare):
+    moves = moves_in_order(places, wanted, spare=spare)
+    for page, slot in moves:
         assert slot not in taken
         taken.remove(at[page])
         taken.add(slot)
         at[page] = slot
     assert at == wanted
     assert taken == {*wanted.values(), *others}
+    at, taken, runs = dict(places), {*places.values(), *others}, together(moves, places)
+    for run in runs:  # all of a run at once: no slot is read and written, none is written twice
+        targets = [slot for _, slot in run]
+        assert len(set(targets)) == len(run) == len({page for page, _ in run})
+        assert taken.isdisjoint(targets)
+        taken = (taken - {at[page] for page, _ in run}) | set(targets)
+        at.update(run)
+    assert at == wanted
+    assert sum(map(len, runs)) == len(moves)
 
 
 def plenty() -> FreeMemory:

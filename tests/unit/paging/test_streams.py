@@ -134,7 +134,7 @@ def test_a_slot_that_compaction_has_moved_a_page_out_of_is_filled_when_that_copy
     pager, table = pages.manager.pager, pages.manager.table
     pages.send_away(0)  # host memory
     source, free = int(table.slot[pages.id(3)]), 0
-    pager.relocate(pages.id(3), free)
+    pager.relocate([(pages.id(3), free)])
     moved = streams.marks
     pager.prefetch([pages.id(0)])
     pages.jobs.complete_all()

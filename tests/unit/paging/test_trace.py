@@ -1,6 +1,7 @@
 """Traces: what is written is read again; damaged and foreign files are refused; replays count what they should."""
 
 import json
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -111,6 +112,62 @@ def test_what_is_no_trace_is_refused(tmp_path, content, message):
         read_trace(tmp_path / "t")
 
 
+def file_of(path, described: TracedModel | bytes, events: bytes) -> None:
+    """A trace whose frames are whole and may hold anything."""
+    with TraceWriter(path) as writer:
+        if isinstance(described, TracedModel):
+            writer.model(described)
+        else:
+            writer._frame(b"M", described)
+        if events:
+            writer._frame(b"E", events)
+
+
+GOOD = model()
+OTHER_PLANES = replace(GOOD.modules[0], floor_pages={})
+
+
+@pytest.mark.parametrize(
+    ("described", "numbers", "message"),
+    [
+        (b"{", None, r"is damaged at byte 8 \("),
+        (b"\xff", None, r"is damaged at byte 8 \("),
+        (b"[3]", None, r"is damaged at byte 8 \("),
+        (b'[{"experts": 3}]', None, r"is damaged at byte 8 \("),
+        (GOOD, b"no stream", r"is damaged at byte \d+ \(Error"),
+        (GOOD, zlib.compress(b"abc"), r"is damaged at byte \d+ \(buffer"),
+        (GOOD, [3, -2, 1, 1], "does not fit its own model: an event of -2 numbers"),
+        (GOOD, [3, 40, 1, 1], "does not fit its own model: an event of 40 numbers, where there are 2"),
+        (GOOD, [3], "does not fit its own model"),
+        (GOOD, [77, 0], "does not fit its own model: 77 is not a valid Op"),
+        (GOOD, [1, 0], "does not fit its own model: step of"),
+        (GOOD, [2, 2, 0, 0], "does not fit its own model: visit of"),
+        (GOOD, [2, 3, 99, 0, 1], "does not fit its own model: visit of"),
+        (GOOD, [2, 4, 0, 0, 1, 4], "does not fit its own model: visit of"),
+        (GOOD, [3, 1, 1], "does not fit its own model: hold of"),  # a gradient, where there are weights only
+        (model(experts=-1), None, "describes a module that cannot be: m0"),
+        (replace(GOOD, modules=(OTHER_PLANES,)), None, "describes a module that cannot be: m0"),
+    ],
+)
+def test_whole_frames_of_nonsense_are_refused(tmp_path, described, numbers, message):
+    events = numbers or b""
+    if isinstance(events, list):
+        events = zlib.compress(np.array(events, dtype="<i4").tobytes())
+    file_of(tmp_path / "t", described, events)
+    with pytest.raises(ValueError, match=f"trace file .*t {message}"):
+        read_trace(tmp_path / "t")
+
+
+def test_a_trace_without_uses_is_not_replayed(tmp_path, capsys):
+    file_of(tmp_path / "t", GOOD, b"")
+    assert cli.main(["trace", "replay", str(tmp_path / "t")]) == 1
+    assert "holds no use of a page: the run ended before its first step" in capsys.readouterr().err
+    kind = replace(GOOD.modules[0], slot_kind={"weight": "floats"})
+    file_of(tmp_path / "u", replace(GOOD, modules=(kind,)), zlib.compress(np.array([3, 1, 0], dtype="<i4").tobytes()))
+    assert cli.main(["trace", "replay", str(tmp_path / "u")]) == 1
+    assert "the trace has pages of 'floats', which is no dtype and number of elements" in capsys.readouterr().err
+
+
 def test_files_that_are_not_there_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"trace file .*nowhere cannot be read: No such file"):
         read_trace(tmp_path / "nowhere")
@@ -122,7 +179,9 @@ def test_events_of_another_model_are_refused(tmp_path):
     with TraceWriter(tmp_path / "t") as writer:
         writer.model(model(experts=2))
         writer.event(Op.HOLD, [weight(7)])
-    with pytest.raises(ValueError, match="does not fit its own model: hold of a page or module that it does not have"):
+    with pytest.raises(
+        ValueError, match="does not fit its own model: hold of a page, phase or module that it does not have"
+    ):
         read_trace(tmp_path / "t")
 
 
@@ -319,6 +378,9 @@ def test_the_command_shows_and_replays(tmp_path, capsys):
         (["--policy", "fifo"], "policy 'fifo' is unknown"),
         (["--budget", "1"], "is too small for this model"),
         (["--budget", "soon"], "--budget='soon' is not a size"),
+        (["--budget", "50%,"], "--budget='' is not a size"),
+        (["--json", "no folder/j"], "--json=no folder/j cannot be written: give a file in a folder that is there"),
+        (["--json", "/"], "--json=/ cannot be written"),
     ],
 )
 def test_mistakes_of_the_command_are_messages(tmp_path, capsys, flags, message):
