@@ -160,6 +160,7 @@ class HeatMap(Observer):
 
     def stored(self, module: int) -> Counts:
         """What a checkpoint has of a module's counts, see stored's [Note: stored heat]."""
+        self._count(module)
         entry = self._manager.numbering.entries[module]
         past = self._past.get(module, [])
         parts = np.stack(past) if past else np.zeros((0, entry.num_experts, 3), dtype=np.int64)
