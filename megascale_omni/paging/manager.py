@@ -307,7 +307,7 @@ class ExpertManager:
     def send_away(self, page_ids: np.ndarray) -> None:
         """Lets pages leave the device arena, without waiting; those that leases hold or that are on their way stay."""
         if self.pager.can_evict:
-            self.pager.send_away(page_ids)
+            self.pager.departures.send_away(page_ids)
 
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""
@@ -369,15 +369,24 @@ class ExpertManager:
         write: bool = False,
         zeros: Sequence[Plane] = (),
         deciding: tuple[Plane, ...] = (),
+        released: Callable[[], None] | None = None,
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """Sweeps pages one by one: (expert, slice) and the page's elements in each of ``planes``.
 
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
         are made, filled with zeros. Where all pages of the planes ``deciding`` lie in host memory, those that lie there
-        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`.
+        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`. ``released`` is called whenever a
+        page has been let go of, before the next one is brought.
         """
         return self._sweeps.pages(
-            module, names, planes=planes, phase=phase, write=write, zeros=zeros, deciding=deciding
+            module,
+            names,
+            planes=planes,
+            phase=phase,
+            write=write,
+            zeros=zeros,
+            deciding=deciding,
+            released=released,
         )
 
     def page_tensor(self, page_id: int) -> torch.Tensor:

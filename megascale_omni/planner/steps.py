@@ -169,11 +169,10 @@ class Steps:
             self._event(Op.RELEASE, weights)
 
     def _sweep(self, module: int, pages: list[int], planes: tuple[Plane, ...]) -> None:
-        """Page by page; the optimizer's drops a page's gradient when it has come to the next page."""
+        """Page by page; the optimizer's drops a page's gradient when it has stepped the page."""
         if not pages:
             return
         self._visit(Phase.STEP, module, planes, pages)
-        before: list[int] = []
         for page in pages:
             ids = [self._id(module, page, plane) for plane in planes]
             for page_id, plane in zip(ids, planes, strict=True):
@@ -182,12 +181,9 @@ class Steps:
             if Plane.WEIGHT in planes:
                 self._event(Op.WRITE, ids)
             self._event(Op.REACH, [page])
-            if before:
-                self._event(Op.DROP, before)
             self._event(Op.RELEASE, ids)
-            before = [self._id(module, page, Plane.GRADIENT)] if Plane.WEIGHT in planes else []
-        if before:
-            self._event(Op.DROP, before)
+            if Plane.WEIGHT in planes:
+                self._event(Op.DROP, [self._id(module, page, Plane.GRADIENT)])
 
     def _make(self, page_id: int, plane: Plane) -> None:
         """Moments are made when they are first needed."""
