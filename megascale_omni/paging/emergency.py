@@ -183,7 +183,7 @@ class Emergency:
         if excess <= 0:
             return 0
         chosen = order_of_giving_up(pager.victims.snapshot(slot_class))[:excess].tolist()
-        pager.give_up(chosen, to_disk=arena.device.type == "cpu")  # host memory would be the same memory
+        pager.departures.give_up(chosen, to_disk=arena.device.type == "cpu")  # host memory would be the same memory
         return len(chosen)
 
     def _wait_for(self, slot_class: SlotClass) -> None:
