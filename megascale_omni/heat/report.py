@@ -5,8 +5,9 @@
 experts, the arena's limit), which is written again where something of it has changed: after a resize, say. A line of
 kind ``step`` follows every training step: bytes by tier and plane, counters since the process began, of pages and of
 the groups dispatcher, and how long the step took, without what followed it (validation, a save). A line of kind
-``heat`` follows every look at the heat map, and the last step: for each module its experts' states, one digit each (see
-states.Heat), and scores in hundredths. A line of kind ``end`` is the last one, where the run was not killed.
+``heat`` follows every look at the heat map, and the last step: for each module its experts' states, one digit each
+(see states.Heat), scores in hundredths, and milliseconds of work since the process began [Note: work time]. A line of
+kind ``end`` is the last one, where the run was not killed.
 
 A run that resumes goes on in the same files: what they tell of steps that it makes again is cut off, and another
 ``begin`` says that counters start anew. A run from step 1 begins them anew.
@@ -134,9 +135,15 @@ class ReportWriter:
             step=step - 1,
             states=["".join(map(str, states.tolist())) for states, _ in looks],
             scores=[(score * 100).round().astype(int).tolist() for _, score in looks],
+            work_milliseconds=[self._work_of(module.entry.module) for module in self._manager.modules],
             counts=self._keeper.counts,
         )
         self._file.flush()
+
+    def _work_of(self, module: int) -> list[int] | None:
+        assert self._keeper is not None
+        seconds = self._keeper.map.work_time.seconds(module)
+        return None if seconds is None else (seconds * 1e3).round().astype(int).tolist()
 
     def close(self) -> None:
         """Ends the file, with a last look at the heat map where steps followed the one before. Idempotent."""
