@@ -141,7 +141,6 @@ class HeatMap(Observer):
     def has_begun(self, module: int) -> bool:
         """Whether experts of a module got tokens in the part at hand."""
         self._count(module)
-        self._count(module)
         return module in self._tokens
 
     def until_now(self, module: int) -> np.ndarray:
