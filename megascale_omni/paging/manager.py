@@ -39,13 +39,11 @@ from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
 from megascale_omni.paging.upkeep import Upkeep, UpkeepOptions
-from megascale_omni.paging.whole import WholeModules
+from megascale_omni.paging.whole import CatchesUpAhead, WholeModules
 from megascale_omni.schedule import Phase, Schedule
 
 CatchUp = Callable[[PagedModule, np.ndarray], None]
 """Brings weight pages (ids) of a module up to date; called before they are read."""
-IsCurrent = Callable[[PagedModule], bool]
-"""Whether no weight page of a module has anything to catch up."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class ExpertManager:
         self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
-        self._catch_up: dict[int, tuple[CatchUp, IsCurrent]] = {}
+        self._catch_up: dict[int, CatchUp] = {}
         self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
 
     def _tiers(self, device: torch.device, mover: Mover | None, copier: Copier | None) -> Tiers:
@@ -276,23 +274,22 @@ class ExpertManager:
     # -- catching up ---------------------------------------------------------------------------------------------------
 
     def set_catch_up(
-        self, module: PagedModule, catch_up: CatchUp | None, *, is_current: IsCurrent = lambda module: False
+        self, module: PagedModule, catch_up: CatchUp | None, *, ahead: CatchesUpAhead | None = None
     ) -> None:
-        """Who knows what the module's weight pages have missed: the optimizer that steps them."""
+        """Who knows what the module's weight pages have missed: the optimizer that steps them.
+
+        ``ahead`` knows it where the host has not heard which experts have tokens (None: nobody does).
+        """
         self._catch_up.pop(module.entry.module, None)
+        self.whole.catch_up_by(module, ahead, needed=catch_up is not None)
         if catch_up is not None:
-            self._catch_up[module.entry.module] = catch_up, is_current
+            self._catch_up[module.entry.module] = catch_up
 
     def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
         """Brings weight pages of a module up to date with its optimizer, before they are read."""
-        known = self._catch_up.get(module.entry.module)
-        if known is not None:
-            known[0](module, page_ids)
-
-    def is_current(self, module: PagedModule) -> bool:
-        """Whether :meth:`catch_up` would do nothing for any page of a module."""
-        known = self._catch_up.get(module.entry.module)
-        return known is None or known[1](module)
+        catch_up = self._catch_up.get(module.entry.module)
+        if catch_up is not None:
+            catch_up(module, page_ids)
 
     def work_in_host(self, deciding: tuple[Plane, ...]) -> None:
         """Pages whose planes ``deciding`` lie in host memory are stepped there: they are not fetched ahead."""
