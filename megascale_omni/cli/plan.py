@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megascale_omni.planner.models import ModelCard
     from megascale_omni.planner.plan import Plan
+    from megascale_omni.planner.prediction import Machine, Run
 
 NAME = "plan"
 ASSUMED_DEVICE = "h100"
@@ -52,42 +55,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; returns 0."""
-    import dataclasses
-
-    from megascale_omni.config import parse_budget, parse_bytes
-    from megascale_omni.paging.budget import parse_percent
-    from megascale_omni.paging.trace import read_trace
-    from megascale_omni.planner.bandwidth import Disk, measure_disk
-    from megascale_omni.planner.devices import bandwidth, device_named
+    from megascale_omni.config import parse_bytes
     from megascale_omni.planner.models import read_model
-    from megascale_omni.planner.plan import Machine, Run, make_plan
-    from megascale_omni.planner.state import rank_state
+    from megascale_omni.planner.plan import make_plan
 
     card, page_bytes = read_model(args.source), parse_bytes(args.page_size, key="--page-size")
-    here = args.device == "here"
-    if here:
-        from megascale_omni.planner.probe import measure_here, paging_efficiency
-
-        device = measure_here(card, page_bytes=page_bytes)
+    plan = _run(args, card, page_bytes)
+    machine, plan = _machine(args, card, plan)
+    found = make_plan(card, machine, plan)
+    assumed = args.device is None
+    if args.json:
+        print(json.dumps({**found.as_json(), "device_assumed": assumed}, indent=1))
     else:
-        device = device_named(args.device or ASSUMED_DEVICE)
-    if args.link is not None:
-        device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
-    if args.flops is not None:
-        device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0, experts=1.0)
-    disk = None
-    if args.disk_bandwidth is not None:
-        if args.disk_bandwidth == "auto":
-            disk = measure_disk(args.disk_path, request_bytes=min(page_bytes, 4 * card.expert.num_parameters))
-            if here:
-                efficiency = paging_efficiency(card, disk, here=device, page_bytes=page_bytes, folder=args.disk_path)
-                disk = dataclasses.replace(disk, efficiency=efficiency)
-        else:
-            disk = Disk.of(bandwidth(args.disk_bandwidth, key="--disk-bandwidth"))
-    memory = (
-        device.memory_bytes if args.device_memory is None else parse_bytes(args.device_memory, key="--device-memory")
-    )
-    machine = Machine(device, memory, parse_bytes(args.host_memory, key="--host-memory"), disk)
+        print("\n".join(_lines(found, assumed=assumed, disk=machine.disk is not None)))
+    return 0
+
+
+def _run(args: argparse.Namespace, card: ModelCard, page_bytes: int) -> Run:
+    """How the model is trained, as far as flags tell."""
+    from megascale_omni.config import parse_budget
+    from megascale_omni.paging.budget import parse_percent
+    from megascale_omni.paging.trace import read_trace
+    from megascale_omni.planner.prediction import Run, state_of
+
     share = None
     if args.active_experts is not None:
         share = parse_percent(args.active_experts)
@@ -104,23 +94,50 @@ def run(args: argparse.Namespace) -> int:
         active_share=share,
         trace=None if args.trace is None else read_trace(args.trace),
     )
-    if args.budget is not None:
-        state = rank_state(
-            card,
-            page_bytes=plan.page_bytes,
-            expert_parallel=plan.expert_parallel,
-            pipeline_parallel=plan.pipeline_parallel,
-            fp32_gradients=plan.fp32_gradients,
+    if args.budget is None:
+        return plan
+    total = state_of(card, plan).total_bytes
+    return dataclasses.replace(plan, budget_bytes=parse_budget(args.budget, key="--budget").bytes_of(total))
+
+
+def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Machine, Run]:
+    """The machine, and the run with what measuring it tells of the routers."""
+    from megascale_omni.config import parse_bytes
+    from megascale_omni.planner.bandwidth import Disk, measure_disk
+    from megascale_omni.planner.devices import bandwidth, device_named
+    from megascale_omni.planner.plan import leaves_pages_out
+    from megascale_omni.planner.prediction import Machine
+
+    here = args.device == "here"
+    memory = None if args.device_memory is None else parse_bytes(args.device_memory, key="--device-memory")
+    host = parse_bytes(args.host_memory, key="--host-memory")
+    if here:
+        from megascale_omni.planner.probe import measure_here, memory_here, paging_efficiency
+
+        memory = memory_here() if memory is None else memory
+        measured = measure_here(
+            card, page_bytes=plan.page_bytes, gives_back=leaves_pages_out(card, plan, device_memory=memory)
         )
-        budget = parse_budget(args.budget, key="--budget").bytes_of(state.total_bytes)
-        plan = dataclasses.replace(plan, budget_bytes=budget)
-    found = make_plan(card, machine, plan)
-    assumed = args.device is None
-    values = {**found.as_json(), "device_assumed": assumed}
-    print(
-        json.dumps(values, indent=1) if args.json else "\n".join(_lines(found, assumed=assumed, disk=disk is not None))
-    )
-    return 0
+        device = measured.device
+        if plan.active_share is None:
+            plan = dataclasses.replace(
+                plan, active_share=measured.active_share(card.num_experts), routed=measured.routed
+            )
+    else:
+        device = device_named(args.device or ASSUMED_DEVICE)
+    if args.link is not None:
+        device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
+    if args.flops is not None:
+        device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0, experts=1.0)
+    disk = None
+    if args.disk_bandwidth == "auto":
+        disk = measure_disk(args.disk_path, request_bytes=min(plan.page_bytes, 4 * card.expert.num_parameters))
+        if here:
+            efficiency = paging_efficiency(card, disk, here=device, page_bytes=plan.page_bytes, folder=args.disk_path)
+            disk = dataclasses.replace(disk, efficiency=efficiency)
+    elif args.disk_bandwidth is not None:
+        disk = Disk.of(bandwidth(args.disk_bandwidth, key="--disk-bandwidth"))
+    return Machine(device, device.memory_bytes if memory is None else memory, host, disk), plan
 
 
 def _count(parameters: float) -> str:

@@ -47,14 +47,21 @@ class StateSweeps:
         planes = [Plane.WEIGHT, *also]
         planes += [Plane.MASTER] if Plane.MASTER in experts.pages.dtypes else []
         manager, host = experts.manager, self._host[experts.manager]
-        sweep = manager.sweep(
-            experts.pages, names, planes=planes, phase=Phase.STEP, write=True, zeros=MOMENTS, deciding=self.deciding
-        )
         self._done = []
+        # At once: room for the next page would be made by writing a gradient that nobody wants any more.
+        released = partial(self._forget_used, experts) if Plane.GRADIENT in also else None
+        sweep = manager.sweep(
+            experts.pages,
+            names,
+            planes=planes,
+            phase=Phase.STEP,
+            write=True,
+            zeros=MOMENTS,
+            deciding=self.deciding,
+            released=released,
+        )
         try:
             for name, tensors in sweep:
-                if Plane.GRADIENT in also:
-                    self._forget_used(experts)
                 pages = dict(zip(planes, tensors, strict=True))
                 if self._here(experts, name, pages):
                     hold = PageWork(manager, _ids(experts, name, pages), deciding=self.deciding) if host.waits else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -12,10 +11,8 @@ from megascale_omni.paging.flights import FlightKind, Flights
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.residency import displaced_before
-from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import HOST, Arena
-from megascale_omni.paging.victims import Victims
 
 
 class Loads(Protocol):
@@ -40,23 +37,20 @@ class Ahead:
         outlook: Outlook,
         *,
         flights: Flights,
-        shadows: Shadows,
-        victims: Victims,
         pace: Pace,
         loader: Loads,
     ) -> None:
         self._table, self._device, self._outlook = table, device, outlook
-        self._flights, self._shadows, self._victims = flights, shadows, victims
+        self._flights = flights
         self._pace, self._loader = pace, loader
         self._wanted: deque[tuple[int, int]] = deque()  # (place in the order of need, page)
         self.stuck = False
         """Whether asking has failed, and nothing happened since that could change it."""
 
-    def ask(self, page_ids: Iterable[int]) -> None:
+    def ask(self, page_ids: np.ndarray) -> None:
         """These pages are wanted, and no others any more."""
-        wanted = np.fromiter(page_ids, dtype=np.int64)
-        away = np.nonzero(self._table.tier[wanted] >= HOST)[0]
-        pairs = zip(away.tolist(), wanted[away].tolist(), strict=True)
+        away = (self._table.tier[page_ids] >= HOST).nonzero()[0]
+        pairs = zip(away.tolist(), page_ids[away].tolist(), strict=True)
         self._wanted = deque((n, p) for n, p in pairs if not self._flights.is_coming(p))
         self.stuck = False
 
@@ -78,8 +72,6 @@ class Ahead:
     def serve(self, *, keep: frozenset[int]) -> None:
         """Starts loads as far as there is room; pages in ``keep`` are being brought and do not leave."""
         wanted, loader = self._wanted, self._loader
-        uses: dict[int, float] = {}
-        held_until: dict[int, float] = {}
         always = self._pace.ahead()
         while wanted:
             number, page_id = wanted[0]
@@ -88,21 +80,14 @@ class Ahead:
                 slot_class = self._table.slot_class(page_id)
                 if not self._device.has_room(slot_class):
                     # There is room once one of those that leave has left.
-                    leaving = self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep)
-                    if leaving or not self._shadows.of_page(page_id).may_load(page_id):
+                    if self._flights.jobs(slot_class, FlightKind.LEAVING, but=keep):
                         self.stuck = True
                         return
-                    if page_id not in uses:
-                        pages = [page for _, page in wanted]
-                        uses = dict(zip(pages, self._outlook.next_use(np.array(pages)).tolist(), strict=True))
-                    before, index = uses[page_id], int(self._table.class_index[page_id])
+                    self._outlook.update()
+                    before = self._outlook.use_at[page_id]
                     if number >= always:
-                        if index not in held_until:
-                            held_until[index] = self._held_until(index)
-                        before = displaced_before(number, before, held_until[index], always=always)
-                    if self._victims.latest_use(slot_class) <= before:  # nobody would leave for it
-                        self.stuck = True
-                        return
+                        held_until = self._held_until(self._table.class_at[page_id])
+                        before = displaced_before(number, before, held_until, always=always)
                 if not loader.load(page_id, ahead=before):
                     self.stuck = True
                     return
@@ -110,6 +95,5 @@ class Ahead:
 
     def _held_until(self, class_index: int) -> float:
         """The latest next use of the pages of a class that leases hold."""
-        held = self._table.pins.nonzero()[0]
-        held = held[self._table.class_index[held] == class_index]
-        return max(self._outlook.next_use(held).tolist(), default=-np.inf)
+        classes, uses = self._table.class_at, self._outlook.use_at
+        return max((uses[p] for p in self._table.held if classes[p] == class_index), default=-np.inf)

@@ -19,6 +19,8 @@ from megascale_omni.paging.disk import DiskFile, PageIoError
 from megascale_omni.paging.runs import Place, neighbours, runs
 from megascale_omni.paging.streams import Event, Streams, Way
 
+JOINED_BYTES = 64 << 20
+"""What has one event at most, about: a link takes a millisecond for it."""
 SMALL_BYTES = 1 << 20
 """Slots up to this size are copied by a link in less time than it takes to begin many copies of them."""
 STAGED_BYTES = 8 << 20
@@ -313,6 +315,19 @@ def _staged(pairs: Sequence[Pair], way: Way) -> list[list[int]]:
     return [group for group in groups if len(group) >= FEWEST]
 
 
+def portions(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Copies in their order, cut so that whoever waits for the first one does not wait for all."""
+    found: list[list[Pair]] = []
+    filled = JOINED_BYTES
+    for pair in pairs:
+        if filled >= JOINED_BYTES:
+            found.append([])
+            filled = 0
+        found[-1].append(pair)
+        filled += pair[0].numel() * pair[0].element_size()
+    return found
+
+
 @dataclass(frozen=True)
 class CopyJob:
     """A copy for an io thread, which may be made together with others of its kind that wait at the same time."""
@@ -333,7 +348,8 @@ class CopyJob:
     def together(self, others: Sequence[CopyJob]) -> None:
         """Makes it, and others, at once."""
         pairs = [self.pair, *(other.pair for other in others)]
-        if self.up:
-            self.copier.load(pairs)
-        else:
+        if not self.up:
             self.copier.save(pairs)
+            return
+        for portion in portions(pairs):
+            self.copier.load(portion)

@@ -148,7 +148,11 @@ class Emergency:
         manager = self._manager
         pager, arena = manager.pager, manager.arena
         pager.poll()
-        limits, reserved = limits_for(self.states(), missing), arena.bytes_reserved
+        states, reserved = self.states(), arena.bytes_reserved
+        limits = {
+            c: slots if slots >= states[c].capacity else max(states[c].floor, arena.in_whole_segments(c, slots))
+            for c, slots in limits_for(states, missing).items()
+        }
         before = dict(pager.counts)
         for slot_class, slots in limits.items():
             limit = arena.limit(slot_class)
@@ -179,7 +183,7 @@ class Emergency:
         if excess <= 0:
             return 0
         chosen = order_of_giving_up(pager.victims.snapshot(slot_class))[:excess].tolist()
-        pager.give_up(chosen, to_disk=arena.device.type == "cpu")  # host memory would be the same memory
+        pager.departures.give_up(chosen, to_disk=arena.device.type == "cpu")  # host memory would be the same memory
         return len(chosen)
 
     def _wait_for(self, slot_class: SlotClass) -> None:

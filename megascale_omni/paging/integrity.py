@@ -21,8 +21,9 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
     """Raises RuntimeError, with the equation, unless
 
     slots used + slots free = capacity in each arena; no slot has two owners and every taken one has one; a pinned page
-    is in the device arena; no pin count is negative; a page on disk is clean and has a place there; a page on its way
-    comes from where its row says, and no lease holds it; a page that is worked on in host memory lies there and stays.
+    is in the device arena; no pin count is negative, and pages held are those with pins; a page on disk is clean and
+    has a place there; a page on its way comes from where its row says, and no lease holds it; a page that is worked on
+    in host memory lies there and stays.
     """
     for arena in (pager.tiers.device, pager.tiers.host):
         arena.check_integrity()
@@ -32,6 +33,8 @@ def check_integrity(table: PageTable, pager: Pager) -> None:
         raise RuntimeError(f"{table.numbering.describe(int(pinned_away[0]))} is pinned but not ACTIVE")
     if (table.pins < 0).any():
         raise RuntimeError("a page has a negative pin count")
+    if sorted(table.held) != np.nonzero(table.pins)[0].tolist():
+        raise RuntimeError(f"pages held = pages with pins does not hold: {len(table.held)} != {np.sum(table.pins > 0)}")
     lost = np.nonzero((table.tier == TierKind.DISK) & (table.dirty | (table.disk_offset < 0)))[0]
     if len(lost):
         raise RuntimeError(f"{table.numbering.describe(int(lost[0]))} is on disk, but its bytes there are not current")

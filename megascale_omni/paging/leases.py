@@ -53,6 +53,11 @@ class PagedModule:
         """Slot class of this module's pages in ``plane``."""
         return self.layout.slot_class(self.dtypes[plane])
 
+    @property
+    def slot_classes(self) -> frozenset[SlotClass]:
+        """Slot classes of all its planes."""
+        return frozenset(self.layout.slot_class(dtype) for dtype in set(self.dtypes.values()))
+
     def ids(self, plane: Plane, items: Sequence[tuple[int, int]]) -> np.ndarray:
         """Page ids (int64) of pages (expert, slice) in ``plane``, in the order given."""
         pairs = np.asarray(items, dtype=np.int64).reshape(-1, 2)

@@ -33,6 +33,7 @@ from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
 from megascale_omni.paging.pinned import cuda_runtime
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
+from megascale_omni.paging.segments import largest_segment
 from megascale_omni.paging.streams import CudaStreams
 from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
@@ -84,7 +85,7 @@ class ExpertManager:
         self.schedule = schedule or Schedule()
         self.table = PageTable(self.numbering)
         self.outlook = Outlook(self.numbering)
-        self.arena = Arena(device=device, poison=poison)
+        self.arena = Arena(device=device, largest=largest_segment(device), poison=poison)
         self.pager = Pager(self.table, self._tiers(device, mover, copier), self.outlook)
         self.pager.on_move = self._forget_views
         self.schedule.on_step(self.outlook.end_step)
@@ -100,10 +101,11 @@ class ExpertManager:
 
     def _tiers(self, device: torch.device, mover: Mover | None, copier: Copier | None) -> Tiers:
         path, cuda = self.options.disk_path, device.type == "cuda"
-        if path is not None and not cuda:
+        if path is not None and not cuda and self.options.device_budget.fraction != 1.0:
             give_large_blocks_back()
         disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
-        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime() if cuda else None)
+        pin, largest = cuda_runtime() if cuda else None, largest_segment(device)
+        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=pin, largest=largest)
         copier = copier or (StreamCopier(CudaStreams(device), self.bulk) if cuda else Copier())
         checks = self.options.checksum != "off"
         return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier, self.bulk, checks)
@@ -140,7 +142,7 @@ class ExpertManager:
         ids = self.ids(module, plane, range(module.entry.num_experts))
         self.table.class_index[ids] = self.table.index_of(slot_class)
         if self.pager.tiers.disk is not None:
-            offset = self.pager.tiers.disk.reserve(len(ids) * slot_class.nbytes)
+            offset = self.pager.tiers.disk.promise(len(ids) * slot_class.nbytes)
             self.table.disk_offset[ids] = offset + np.arange(len(ids)) * slot_class.nbytes
             self.share_budget()
 
@@ -179,6 +181,8 @@ class ExpertManager:
             ValueError: the budget is too small (names the number that works), or pages have nowhere to go.
         """
         self.upkeep.resize(budget, host)
+        if self.arena.device.type == "cpu" and budget.fraction != 1.0:
+            give_large_blocks_back()
 
     def compact(self) -> int | None:
         """Moves pages together and in order, so that the memory of all segments that they do not need returns to the
@@ -188,13 +192,24 @@ class ExpertManager:
         return self.upkeep.compact()
 
     def share_budget(self) -> None:
-        """Gives every slot class its part of the budgets; pages beyond it leave, and memory returns."""
+        """Gives every slot class its part of the budgets; pages beyond it leave, and memory returns.
+
+        Raises:
+            ValueError: memory does not hold all pages, and the disk has no room for them.
+        """
         self.upkeep.emergency.lowered = False
         needs = class_needs(self._modules)
+        self.take_disk(self.options.device_budget, self.options.host_budget)
         for slot_class, slots in share(self.options.device_budget, needs).items():
             self.arena.set_limit(slot_class, slots)
             self.pager.evict_down(slot_class)
         self.limit_host()
+
+    def take_disk(self, device: Budget, host: Budget) -> None:
+        """Takes disk space for all pages, where memory of these budgets does not hold them. Raises ValueError."""
+        total, disk = sum(n.pages * c.nbytes for c, n in class_needs(self._modules).items()), self.pager.tiers.disk
+        if disk is not None and device.bytes_of(total) + host.bytes_of(total) < total:
+            disk.fill()
 
     def limit_host(self, *, less_by: int = 0) -> bool:
         """Gives slot classes their part of the host budget; or ``less_by`` bytes less than the host arena has now, if
@@ -303,7 +318,7 @@ class ExpertManager:
     def send_away(self, page_ids: np.ndarray) -> None:
         """Lets pages leave the device arena, without waiting; those that leases hold or that are on their way stay."""
         if self.pager.can_evict:
-            self.pager.send_away(page_ids)
+            self.pager.departures.send_away(page_ids)
 
     def hold(self, page_ids: np.ndarray) -> None:
         """For leases: brings pages to the device arena and pins them."""
@@ -365,15 +380,24 @@ class ExpertManager:
         write: bool = False,
         zeros: Sequence[Plane] = (),
         deciding: tuple[Plane, ...] = (),
+        released: Callable[[], None] | None = None,
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """Sweeps pages one by one: (expert, slice) and the page's elements in each of ``planes``.
 
         They are leased while current; ``write`` says that the caller changes them. Absent pages of the planes ``zeros``
         are made, filled with zeros. Where all pages of the planes ``deciding`` lie in host memory, those that lie there
-        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`.
+        are handed out as they are, see :class:`megascale_omni.paging.work.PageWork`. ``released`` is called whenever a
+        page has been let go of, before the next one is brought.
         """
         return self._sweeps.pages(
-            module, names, planes=planes, phase=phase, write=write, zeros=zeros, deciding=deciding
+            module,
+            names,
+            planes=planes,
+            phase=phase,
+            write=write,
+            zeros=zeros,
+            deciding=deciding,
+            released=released,
         )
 
     def page_tensor(self, page_id: int) -> torch.Tensor:

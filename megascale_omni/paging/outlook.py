@@ -37,6 +37,9 @@ NEGLIGIBLE = 0.02
 """Probability of not having been used yet below which later visits do not matter."""
 
 
+_NOTHING, _ONE = np.zeros(1), np.ones(1)
+
+
 @dataclass
 class Experts:
     """What is known of a module's experts. ``frequency`` of tokens in a forward, ``pending`` backwards, ``stepped``:
@@ -86,7 +89,7 @@ def expected_use(
     is how many visits ahead an uncertain use still weighs much, see [Note: what is known of experts].
     """
     p = experts.frequency
-    weight, unused = np.zeros_like(p), np.ones_like(p)
+    weight, unused = _NOTHING, _ONE
     stepped: np.ndarray = experts.stepped
     backwards, unknown, stepping, time = 0, 0, experts.stepping, 0
     read_forward = False
@@ -109,7 +112,7 @@ def expected_use(
             if not visit.uses(plane):
                 continue
             if number < len(experts.pending):
-                chance = experts.pending[number].astype(float)
+                chance = experts.pending[number]
             elif read_forward:
                 continue  # what the forward did not use, the backward does not either
             else:
@@ -118,20 +121,21 @@ def expected_use(
             stepping = True
             if not visit.uses(plane):
                 continue
-            chance = stepped.astype(float)
+            chance = stepped
             if not read_forward and plane is not Plane.GRADIENT and unknown:
                 chance = np.maximum(chance, 1.0 - (1.0 - p) ** unknown)
-        if not weight.any() and chance.min(initial=1.0) >= 1.0:
+        if not weight.any() and chance.min(initial=True) >= 1.0:
             return np.full_like(p, float(time))  # certain, and the first: what follows would come to the same
-        weight += unused * chance * math.exp((now - time) / horizon)
+        weight = weight + unused * chance * math.exp((now - time) / horizon)
         unused = unused * (1.0 - chance)
-        unused[unused < NEGLIGIBLE] = 0.0
+        unused = np.where(unused < NEGLIGIBLE, 0.0, unused)
         if not unused.any():
             break
     if plane is not Plane.GRADIENT:  # of these, what has no use in this step is dropped with it
         if time == 0:
             return np.full_like(p, FAR)
-        weight += unused * np.exp((now - time - length / p) / horizon)
+        weight = weight + unused * np.exp((now - time - length / p) / horizon)
+    weight = np.broadcast_to(weight, p.shape)
     use = now - horizon * np.log(np.maximum(weight, LEAST_WEIGHT))
     return np.where(weight > LEAST_WEIGHT, use.round(6), FAR)  # equal times stay equal
 
@@ -157,13 +161,16 @@ class Outlook:
         self._here = np.zeros(0, dtype=bool)  # page indices of the module that the current visit needs
         self._values = np.zeros(0)
         self._now = np.zeros(0)  # the same, but for pages that the current visit has still to use
+        self.use_at = self._now.data
+        """When a page is used next, as of the last :meth:`update`: by page id, as plain numbers."""
         self._places: list[int] = []  # of these (numbers in the module), and their ids [pages, planes]
         self._place_ids = np.zeros((0, 0), dtype=np.int64)
         self._passed = 0  # how many of these places the visit has passed since
         self.stamp = 0  # another one whenever something was learnt about experts
         self.epoch = 0  # another one whenever next uses were computed anew, and not only for pages that were passed
         self._current = False  # whether _now is up to date
-        self._valid: set[tuple[int, Plane]] = set()
+        self._stale: set[int] = set()  # modules whose _values are not up to date
+        self._fractions: dict[int, np.ndarray] = {}  # of a visit that has passed when it comes to each page of a module
         self._generation = -1
         self._planes: set[Plane] = set()  # that some visit has used
         self._used_together: list[tuple[Plane, ...]] = []
@@ -187,7 +194,7 @@ class Outlook:
             self._used_together.append(visit.planes)
             self._planes.update(visit.planes)
             self._alike = alike(self._planes, self._used_together)
-            self._valid.clear()
+            self._stale.update(range(len(self._numbering.entries)))
         if visit.phase is not Phase.IDLE:
             active = np.asarray(self._here.reshape(entry.num_experts, entry.num_slices).any(axis=1))
             self.experts(visit.module).see(visit.phase, active)
@@ -213,7 +220,7 @@ class Outlook:
 
     def _forget(self, module: int) -> None:
         self.stamp += 1
-        self._valid.difference_update([(module, plane) for plane in Plane])
+        self._stale.add(module)
         self._current = False
 
     def probable(self, module: int) -> np.ndarray:
@@ -245,34 +252,31 @@ class Outlook:
 
     def update(self) -> None:
         """Brings ``_values`` (by the visits to come) and ``_now`` (and by the rest of the current one) up to date."""
-        if self._current and self._generation == self.forecast.generation:
-            if len(self._values) >= self._numbering.num_pages:
-                self._pass()
-                return
-        if self._generation != self.forecast.generation:
-            self._valid.clear()
-            self._generation = self.forecast.generation
-        if len(self._values) < self._numbering.num_pages:
-            self._values = np.full(self._numbering.num_pages, FAR)
-            self._valid.clear()
-            self._current = False
-        if len(self._valid) < len(self._numbering.entries) * len(self._planes):
-            self._current = False
-            for entry in self._numbering.entries:
-                for planes in self._alike:  # pages of others have no use that is known
-                    if (entry.module, planes[0]) not in self._valid:
-                        self._refresh(entry, planes)
-        if not self._current:
-            self._now = self._values.copy()
-            self._places, self._passed = [], 0
-            self.epoch += 1
-            visit = self.forecast.current
-            if visit is not None:
-                places = self._here.nonzero()[0]
-                places = places[places > self.cursor]
-                self._places, self._place_ids = places.tolist(), self._ids_of(visit, places)
-                self._now[self._place_ids] = self.forecast.time + places[:, None] / len(self._here)
-            self._current = True
+        generation, num_pages = self.forecast.generation, self._numbering.num_pages
+        if self._current and self._generation == generation and len(self._values) >= num_pages:
+            self._pass()
+            return
+        if self._generation != generation:
+            self._stale.update(range(len(self._numbering.entries)))
+            self._generation = generation
+        if len(self._values) < num_pages:
+            self._values, self._now = np.full(num_pages, FAR), np.full(num_pages, FAR)
+            self.use_at = self._now.data
+            self._stale.update(range(len(self._numbering.entries)))
+        for module in self._stale:
+            for planes in self._alike:  # pages of others have no use that is known
+                self._refresh(self._numbering.entries[module], planes)
+        self._stale.clear()
+        np.copyto(self._now, self._values)
+        self._places, self._passed = [], 0
+        self.epoch += 1
+        visit = self.forecast.current
+        if visit is not None:
+            places = self._here.nonzero()[0]
+            places = places[places > self.cursor]
+            self._places, self._place_ids = places.tolist(), self._ids_of(visit, places)
+            self._now[self._place_ids] = self.forecast.time + places[:, None] / len(self._here)
+        self._current = True
 
     def _pass(self) -> None:
         """Pages that the visit has passed are used again in a later one."""
@@ -295,9 +299,11 @@ class Outlook:
         horizon = HORIZON_VISITS * len(self._numbering.entries)
         length, now = max(1, self.forecast.length), self.forecast.time
         use = expected_use(experts, planes[0], coming, length=length, now=now, horizon=horizon)
-        times = np.repeat(use, entry.num_slices) + np.arange(entry.num_pages) / entry.num_pages
+        fractions = self._fractions.get(entry.module)
+        if fractions is None:
+            fractions = self._fractions[entry.module] = np.arange(entry.num_pages) / entry.num_pages
+        times = (use if entry.num_slices == 1 else np.repeat(use, entry.num_slices)) + fractions
         np.minimum(times, FAR, out=times)  # where nothing is known, places say nothing either
         for plane in planes:
             start = entry.first_index * NUM_PLANES + int(plane)
             self._values[start : start + entry.num_pages * NUM_PLANES : NUM_PLANES] = times
-            self._valid.add((entry.module, plane))

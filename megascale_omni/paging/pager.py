@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from megascale_omni.paging.ahead import Ahead
 from megascale_omni.paging.compaction import compact
 from megascale_omni.paging.copies import CopyJob
+from megascale_omni.paging.departures import Departures
 from megascale_omni.paging.disk import PageIoError
 from megascale_omni.paging.flights import Flight, FlightKind, Flights, Tiers, error_of
 from megascale_omni.paging.host import HostTier
@@ -29,11 +30,10 @@ from megascale_omni.paging.layout import SlotClass
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pace import Pace
 from megascale_omni.paging.readers import copy_of
-from megascale_omni.paging.residency import victims_at_once
 from megascale_omni.paging.shadow import Shadows
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import DEVICE, HOST, TierKind
-from megascale_omni.paging.victims import Victims
+from megascale_omni.paging.victims import MOST_CHANGES, Victims
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ class Pager:
             tiers.device,
             outlook,
             flights=self.flights,
-            shadows=self.shadows,
-            victims=self.victims,
             pace=self.pace,
             loader=self,
         )
@@ -71,6 +69,18 @@ class Pager:
             pace=self.pace,
             finish=self.flights.finish,
             keep=lambda: self._keep,
+        )
+        self.departures = Departures(
+            table,
+            tiers,
+            flights=self.flights,
+            victims=self.victims,
+            shadows=self.shadows,
+            host=self.host,
+            pace=self.pace,
+            counts=self.counts,
+            keep=lambda: self._keep,
+            on_left=self._left,
         )
         self._clock = 0
         self.on_move: Callable[[int], None] = lambda page_id: None
@@ -94,8 +104,8 @@ class Pager:
         """Gives an absent page a slot; contents are undefined."""
         slot_class = self.table.slot_class(page_id)
         if self.can_evict:
-            self.shadows.of_page(page_id).create(page_id, pinned=self._is_pinned)
-        slot = self._take_slot(slot_class, wait=True)
+            self.shadows.of_page(page_id).create(page_id, pinned=self.table.is_pinned)
+        slot = self.departures.take_slot(slot_class, wait=True)
         assert slot is not None
         self.tiers.copier.acquired([self.tiers.device.tensor(slot_class, slot)])  # whoever was coming there is dropped
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
@@ -107,15 +117,15 @@ class Pager:
         """Makes an unpinned page absent, wherever it is; its contents are gone."""
         if page_id in self.flights:
             self.flights.finish(page_id)
-        tier, slot_class = TierKind(self.table.tier[page_id]), self.table.slot_class(page_id)
+        tier, slot_class = self.table.tier_at[page_id], self.table.slot_class(page_id)
         slot = self.table.remove(page_id)
-        if tier is TierKind.DEVICE:
+        if tier == DEVICE:
             self._left(page_id)
             self.tiers.device.free(slot_class, slot)
-        elif tier is TierKind.HOST:
+        elif tier == HOST:
             self.tiers.host.free(slot_class, slot)
         self.shadows.drop(page_id)
-        self._ahead.stuck = False
+        self._ahead.stuck = False  # also where it was not here
         self.counts["pages_dropped"] += 1
 
     def ensure(self, page_ids: np.ndarray) -> None:
@@ -138,12 +148,14 @@ class Pager:
         """Takes a pin from each page: those that nobody else holds may leave."""
         self.table.unpin(page_ids)
         if self.can_evict:
-            self.victims.changed(page_ids.tolist())
+            self.victims.changed += page_ids.tolist()
+            if len(self.victims.changed) > MOST_CHANGES:
+                self.victims.forget()
 
     def _bring(self, page_ids: np.ndarray) -> None:
         away = page_ids[self.table.tier[page_ids] != DEVICE].tolist()
         missing = [p for p in away if not self.flights.is_coming(p)] if self.flights else away
-        self.shadows.use(page_ids, here=lambda p: p not in missing, pinned=self._is_pinned)
+        self.shadows.use(page_ids, here=lambda p: p not in missing, pinned=self.table.is_pinned)
         flying = [p for p in page_ids.tolist() if p in self.flights] if self.flights else []
         if not away and not flying:
             return
@@ -160,13 +172,13 @@ class Pager:
             if not self._ahead.stuck:
                 self._serve()  # while these pages are kept: they are pinned only after this call
         finally:
-            self.victims.changed(self._keep)
+            self.victims.changed += self._keep
             self._keep = frozenset()
 
-    def prefetch(self, page_ids: Iterable[int]) -> None:
+    def prefetch(self, page_ids: Sequence[int] | np.ndarray) -> None:
         """Starts loading pages as far as there is room, without waiting; the rest follows as room appears."""
         if self.can_evict:
-            self._ahead.ask(page_ids)
+            self._ahead.ask(np.asarray(page_ids, dtype=np.int64))
             self._reap()
             self._serve()  # a sweep has gone on: pages were given back
 
@@ -202,7 +214,7 @@ class Pager:
         limit = self.tiers.device.limit(slot_class)
         self.shadows.of(slot_class).restart(())  # who leaves now is no page-in of anybody
         while limit is not None and self.tiers.device.used(slot_class) > limit:
-            self._make_room(slot_class, wait=True, needed_before=-np.inf)
+            self.departures.make_room(slot_class, wait=True)
         self.restart_shadow(slot_class)
         self.tiers.copier.settle()  # memory that is given back is nobody's
         self.tiers.device.trim(slot_class)
@@ -212,20 +224,6 @@ class Pager:
         table = self.table
         here = np.nonzero((table.tier == DEVICE) & (table.class_index == table.index_of(slot_class)))[0]
         self.shadows.of(slot_class).restart(here[np.argsort(table.last_use[here])].tolist())
-
-    def give_up(self, page_ids: Iterable[int], *, to_disk: bool) -> None:
-        """Starts the way out of pages that may leave, all of them; a clean one is gone at once, without a copy."""
-        for page_id in page_ids:
-            self._evict(page_id, to_disk=to_disk or not self.table.dirty[page_id])
-
-    def send_away(self, page_ids: np.ndarray) -> None:
-        """Starts the way out of pages that are here, free of leases and not on their way; the others stay."""
-        self._reap()
-        here = (self.table.tier[page_ids] == TierKind.DEVICE) & (self.table.pins[page_ids] == 0)
-        for page_id in page_ids[here].tolist():
-            if page_id not in self.flights and page_id not in self._keep:
-                self.shadows.of_page(page_id).drop(page_id)  # LRU would have to do the same
-                self._evict(page_id)
 
     def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies pages that are here, free of leases and not on their way, to free slots of their class: at once."""
@@ -251,12 +249,9 @@ class Pager:
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def _is_pinned(self, page_id: int) -> bool:
-        return bool(self.table.pins[page_id])
-
     def is_away(self, page_id: int) -> bool:
         """Whether a page exists and is neither in the device arena, nor on its way, nor worked on in host memory."""
-        away = page_id not in self.flights and bool(self.table.tier[page_id] >= HOST)
+        away = self.table.tier_at[page_id] >= HOST and page_id not in self.flights
         return away and not self.host.is_lent(page_id)
 
     def load(self, page_id: int, *, ahead: float | None) -> bool:
@@ -266,18 +261,21 @@ class Pager:
         """
         slot_class = self.table.slot_class(page_id)
         shadow = self.shadows.of_page(page_id)
-        if ahead is not None and not shadow.may_load(page_id):
+        if ahead is None:
+            shadow.loaded(page_id)
+            slot = self.departures.take_slot(slot_class, wait=True)
+        elif not shadow.load_ahead(page_id):
             return False
-        shadow.loaded(page_id)
-        slot = self._take_slot(slot_class, wait=ahead is None, needed_before=-np.inf if ahead is None else ahead)
+        else:
+            slot = self.departures.take_slot(slot_class, wait=False, needed_before=ahead)
         if slot is None:
             shadow.not_loaded(page_id)
             return False
         target = self.tiers.device.tensor(slot_class, slot)
-        source, mover = TierKind(self.table.tier[page_id]), self.tiers.mover
+        mover = self.tiers.mover
         assert mover is not None
-        if source is TierKind.HOST:
-            held = self.tiers.host.tensor(slot_class, int(self.table.slot[page_id]))
+        if self.table.tier_at[page_id] == HOST:
+            held = self.tiers.host.tensor(slot_class, self.table.slot_at[page_id])
             copier = self.tiers.copier
             copy = CopyJob(copier, (held, target), up=True)
             future = mover.read(self.pace.reading(copy) if copier.lands else copy)
@@ -291,76 +289,6 @@ class Pager:
         self.counts["bytes_loaded"] += slot_class.nbytes
         return True
 
-    # -- room ----------------------------------------------------------------------------------------------------------
-
-    def _take_slot(self, slot_class: SlotClass, *, wait: bool, needed_before: float = -np.inf) -> int | None:
-        while self.can_evict and not self.tiers.device.has_room(slot_class):
-            if not self._make_room(slot_class, wait=wait, needed_before=needed_before) and not wait:
-                return None
-        return self.tiers.device.allocate(slot_class)
-
-    def _make_room(self, slot_class: SlotClass, *, wait: bool, needed_before: float) -> bool:
-        """One attempt to free slots of a class: reaps, evicts, waits. Whether there may be room now."""
-        device = self.tiers.device
-        used = device.used(slot_class)
-        self._reap()
-        if device.used(slot_class) < used:
-            return True
-        leaving = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
-        if wait or not leaving:
-            at_once = victims_at_once(device.limit(slot_class) or 0) - len(leaving)
-            for victim in self.victims.choose(slot_class, count=max(not leaving, at_once), before=needed_before):
-                self._evict(victim)
-                if device.used(slot_class) < used:  # a clean page is gone at once, and one was asked for
-                    return True
-        if not wait:
-            return False
-        leaving_now = self.flights.jobs(slot_class, FlightKind.LEAVING, but=self._keep)
-        # A page that is being loaded can leave once it is here. Those that are kept stay.
-        jobs = leaving_now or self.flights.jobs(slot_class, FlightKind.LOADING, but=self._keep)
-        if not jobs:
-            raise RuntimeError(
-                f"device arena: all {device.limit(slot_class)} slots of {slot_class} are held by leases at once; "
-                "a larger --megascale-device-budget is needed"
-            )
-        assert self.tiers.mover is not None
-        self.tiers.mover.wait_any(jobs, what=f"making room for a page of {slot_class.nbytes} bytes")
-        self._reap()
-        return True
-
-    # -- leaving -------------------------------------------------------------------------------------------------------
-
-    def _evict(self, page_id: int, *, to_disk: bool = False) -> None:
-        """Starts a page's way out; a clean page without a place in the host arena is gone at once."""
-        slot_class, slot = self.table.slot_class(page_id), int(self.table.slot[page_id])
-        source, mover, disk = self._tensors[page_id], self.tiers.mover, self.tiers.disk
-        assert mover is not None
-        assert disk is not None
-        self.shadows.of(slot_class).left(page_id)
-        self.pace.left()
-        host_slot = None if to_disk else self.host.admit(page_id)
-        if host_slot is not None:
-            held = self.tiers.host.tensor(slot_class, host_slot)
-            future = mover.write(CopyJob(self.tiers.copier, (source, held), up=False))
-            self.flights[page_id] = Flight(FlightKind.LEAVING, future, host_slot, TierKind.HOST)
-        elif self.table.dirty[page_id]:
-            offset = int(self.table.disk_offset[page_id])
-            job = partial(self.tiers.copier.to_disk, disk, offset, source, name=lambda: self._name(page_id))
-            future = mover.write(self.pace.writing(job))
-            self.flights[page_id] = Flight(FlightKind.LEAVING, future, -1, TierKind.DISK)
-            self.counts["bytes_written"] += slot_class.nbytes
-        else:
-            self._gone(page_id, slot, TierKind.DISK, -1)
-
-    def _gone(self, page_id: int, slot: int, target: TierKind, target_slot: int) -> None:
-        """A page's bytes are safe elsewhere: its slot is free."""
-        self._ahead.stuck = False
-        self.counts["pages_evicted"] += 1
-        slot_class = self.table.slot_class(page_id)
-        self._left(page_id)
-        self.table.move(page_id, tier=target, slot=target_slot)
-        self.tiers.device.free(slot_class, slot)
-
     # -- flights -------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
@@ -372,7 +300,7 @@ class Pager:
         slot_class = self.table.slot_class(page_id)
         error = error_of(flight.future)
         if flight.kind is FlightKind.LEAVING and (stay or error is not None):
-            self.victims.changed((page_id,))
+            self.victims.changed.append(page_id)
         if error is not None:
             # The page is where it was before.
             if flight.slot >= 0:
@@ -381,35 +309,27 @@ class Pager:
             if isinstance(error, PageIoError):
                 raise error
             raise RuntimeError(f"{flight.kind.value} the {self._name(page_id)} failed: {error!r}") from error
-        if flight.kind is FlightKind.LOADING:
-            tier, slot = TierKind(self.table.tier[page_id]), int(self.table.slot[page_id])
-            if tier is TierKind.HOST:
-                self.tiers.host.free(slot_class, slot)
-            self.table.move(page_id, tier=TierKind.DEVICE, slot=flight.slot)
-            self._arrived(page_id, flight.slot)
-            return
-        if flight.kind is FlightKind.SINKING:
-            self.host.landed(page_id, stay=stay)
-            return
-        if flight.kind is FlightKind.RISING:
-            self.table.move(page_id, tier=TierKind.HOST, slot=flight.slot)
-            return
-        if flight.target is TierKind.DISK:
-            self.table.dirty[page_id] = False
-        if not stay:
-            self._gone(page_id, int(self.table.slot[page_id]), flight.target, flight.slot)
-            return
-        self.shadows.of(slot_class).stayed(page_id)
-        if flight.target is TierKind.HOST:
-            self.tiers.host.free(slot_class, flight.slot)
+        match flight.kind:
+            case FlightKind.LOADING:
+                if self.table.tier_at[page_id] == HOST:
+                    self.tiers.host.free(slot_class, self.table.slot_at[page_id])
+                self.table.move(page_id, tier=TierKind.DEVICE, slot=flight.slot)
+                self._arrived(page_id, flight.slot)
+            case FlightKind.LEAVING:
+                self.departures.landed(page_id, flight, stay=stay)
+            case FlightKind.SINKING:
+                self.host.landed(page_id, stay=stay)
+            case FlightKind.RISING:
+                self.table.move(page_id, tier=TierKind.HOST, slot=flight.slot)
 
     def _arrived(self, page_id: int, slot: int) -> None:
         self._tensors[page_id] = self.tiers.device.tensor(self.table.slot_class(page_id), slot)
         if self.can_evict:
-            self.victims.changed((page_id,))
+            self.victims.changed.append(page_id)
         self.on_move(page_id)
 
     def _left(self, page_id: int) -> None:
+        self._ahead.stuck = False
         self._tensors.pop(page_id, None)
         self.on_move(page_id)
 

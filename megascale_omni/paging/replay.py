@@ -156,7 +156,7 @@ class _Machine:
         if self.resident[page_id]:
             self.used[self.classes[page_id]] -= 1
             self.resident[page_id] = False
-            self.shadows.of_page(page_id).left(page_id)
+            self.shadows.of_page(page_id).leave((page_id,))
 
     def _ahead(self, index: int) -> None:
         """What a run asks for early, see ExpertManager."""

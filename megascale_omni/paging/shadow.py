@@ -84,26 +84,26 @@ class ShadowLru:
 
     def use(self, page_ids: Sequence[int], *, here: Callable[[int], bool], pinned: Callable[[int], bool]) -> None:
         """Pages are used together, once. ``here``: whether we have a page; ``pinned``: whether a lease holds it."""
-        order, wanted, absent = self._order, page_ids, []
-        for page_id in wanted:
+        order, absent = self._order, []
+        for page_id in page_ids:
             if page_id in order:
                 order.move_to_end(page_id)
             else:
                 absent.append(page_id)
         if not absent:
             return
+        self.page_ins += len(absent)
+        self._credit += len(absent)
         for page_id in absent:
-            self.page_ins += 1
-            self._credit += 1
             self._enter(page_id)
             if not here(page_id):
                 self._missing.add(page_id)
-        self._shrink(pinned, frozenset(wanted))
+        self._shrink(pinned, page_ids)
 
     def create(self, page_id: int, *, pinned: Callable[[int], bool]) -> None:
         """A page came into being, in the arena."""
         self._enter(page_id)
-        self._shrink(pinned, frozenset((page_id,)))
+        self._shrink(pinned, (page_id,))
 
     def drop(self, page_id: int) -> None:
         """A page ceased to be."""
@@ -111,6 +111,13 @@ class ShadowLru:
             del self._order[page_id]
             self._held[page_id] = False
         self._missing.discard(page_id)
+
+    def load_ahead(self, page_id: int) -> bool:
+        """Both at once: whether a page may be fetched before it is wanted; if so, it is, as :meth:`loaded` has it."""
+        if not self.may_load(page_id):
+            return False
+        self.loaded(page_id)
+        return True
 
     def loaded(self, page_id: int) -> None:
         """We bring a page in. To be told before room is made for it, which must not spend the same allowance."""
@@ -120,12 +127,12 @@ class ShadowLru:
     def not_loaded(self, page_id: int) -> None:
         """There was no room after all."""
         self._credit += 1
-        self.left(page_id)
+        self.leave((page_id,))
 
-    def left(self, page_id: int) -> None:
-        """We let a page leave."""
-        if page_id in self._order:
-            self._missing.add(page_id)
+    def leave(self, page_ids: Iterable[int]) -> None:
+        """We let pages leave."""
+        order = self._order
+        self._missing.update([page_id for page_id in page_ids if page_id in order])
 
     def stayed(self, page_id: int) -> None:
         """A page that was to leave stays."""
@@ -140,22 +147,23 @@ class ShadowLru:
         self._missing.clear()
         self._credit = max(0, self._credit)
 
-    def _shrink(self, pinned: Callable[[int], bool], keep: frozenset[int]) -> None:
+    def _shrink(self, pinned: Callable[[int], bool], keep: Sequence[int]) -> None:
         """Lets the pages used longest ago leave until the rest fits; those that leases hold stay."""
-        excess = len(self._order) - self._slots()
+        order = self._order
+        excess = len(order) - self._slots()
         if excess <= 0:
             return
         leaving = []
-        for page_id in self._order:
-            if page_id in keep or pinned(page_id):
+        for page_id in order:
+            if pinned(page_id) or page_id in keep:
                 continue
             leaving.append(page_id)
             if len(leaving) == excess:
                 break
         for page_id in leaving:
-            del self._order[page_id]
+            del order[page_id]
             self._held[page_id] = False
-            self._missing.discard(page_id)
+        self._missing.difference_update(leaving)
 
 
 class Shadows:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
-from megascale_omni.paging.work import PageWork, wanted_here
+from megascale_omni.paging.work import STATE, PageWork
 from megascale_omni.schedule import Phase
 
 if TYPE_CHECKING:
@@ -49,7 +48,13 @@ class Sweeps:
         self.visits.begin(module, phase, (*planes, *soon), pages)
         ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
-        others = [module.ids_by_page(soon, batch) for batch in batches] if soon else []
+        # In the order of need: what is leased now, then what the caller leases itself while it is.
+        order = groups
+        if soon:
+            pairs = zip(groups, batches, strict=True)
+            order = [np.concatenate([group, module.ids_by_page(soon, batch)]) for group, batch in pairs]
+        needed = np.concatenate(order) if order else np.zeros(0, dtype=np.int64)
+        begins = np.cumsum([0, *map(len, order)]).tolist()
         for number, items in enumerate(batches):
             if Plane.WEIGHT in ids:
                 manager.catch_up(module, ids[Plane.WEIGHT][number])
@@ -61,11 +66,7 @@ class Sweeps:
                         new = manager.create_ids(module, plane, ids[plane][number])
                     leases[plane] = manager.lease_ids(module, plane, ids[plane][number])
                 self.visits.reached(module, items[-1])
-                coming: Iterator[np.ndarray] = islice(groups, number + 1, None)
-                if others:
-                    after = zip(coming, islice(others, number + 1, None), strict=True)
-                    coming = chain([others[number]], chain.from_iterable(after))
-                self.visits.ask(module, coming)
+                self.visits.ask(module, needed[begins[number] + len(groups[number]) :])
                 fresh = frozenset((key.expert, key.slice) for key in map(manager.key, new.tolist()))
                 yield Wave(items=items, leases=leases, fresh=fresh)
                 new = new[:0]
@@ -84,6 +85,7 @@ class Sweeps:
         write: bool,
         zeros: Sequence[Plane],
         deciding: tuple[Plane, ...],
+        released: Callable[[], None] | None,
     ) -> Iterator[tuple[tuple[int, int], tuple[torch.Tensor, ...]]]:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.sweep`."""
         if not names:
@@ -104,9 +106,10 @@ class Sweeps:
                 if write:  # at once: the caller may never come back
                     manager.mark_dirty(group)
                 self.visits.reached(module, name)
-                coming = islice(groups, number + 1, number + 1 + SWEEP_AHEAD)
-                wanted = (wanted_here(manager.table, g, deciding=deciding, planes=planes) for g in coming)
-                self.visits.ask(module, wanted)
+                coming = groups[number + 1 : number + 1 + SWEEP_AHEAD].reshape(-1)
+                self.visits.ask(module, coming, planes=planes if deciding else STATE)
                 yield name, work.tensors()
             finally:
                 work.release()
+            if released is not None:
+                released()

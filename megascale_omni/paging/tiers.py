@@ -1,8 +1,8 @@
 """Where bytes are: tiers of slots. This file has the arenas (device and host memory); ``disk.py`` has the file.
 
 An arena is a list of *segments* for each slot class (see layout.SlotClass), so that it can grow and shrink without
-moving what it holds. Slot ``s`` of a class is slot ``s % k`` of segment ``s // k``, ``k`` being the class's slots a
-segment. Slots begin at multiples of the alignment that direct io needs.
+moving what it holds. Slot ``s`` of a class is slot ``s % k`` of segment ``s // k``, ``k`` being the most slots that a
+segment of the class can have [Note: segments]. Slots begin at multiples of the alignment that direct io needs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 
 from megascale_omni.paging.layout import MIB, SlotClass
 from megascale_omni.paging.pinned import Registrations, Runtime
+from megascale_omni.paging.segments import slots_to_add
 
 SEGMENT_BYTES = 8 * MIB
-"""Segments are at most about this large (or one slot), so that memory follows the slots taken closely."""
+"""Small segments are about this large (or one slot), so that memory follows the slots taken closely."""
 LARGE_PAGE_BYTES = 2 * MIB
 """Segments of at least this size ask the system for large pages: direct io pins memory page by page, which at 4 KiB
 takes more of a processor than all else about a write."""
@@ -46,7 +47,10 @@ class ArenaFull(MemoryError):
 
 @dataclass
 class _SlotSpace:
-    """Segments and free slots of one slot class; lowest free slot first, so that pages lie together."""
+    """Segments and free slots of one slot class; lowest free slot first, so that pages lie together.
+
+    ``slots_per_segment``: the most that one can have.
+    """
 
     slots_per_segment: int
     segments: list[torch.Tensor | None] = field(default_factory=list)
@@ -57,7 +61,13 @@ class _SlotSpace:
 
     @property
     def capacity(self) -> int:
-        return self.slots_per_segment * sum(s is not None for s in self.segments)
+        return sum(len(segment) for segment in self.segments if segment is not None)
+
+    def slots_of(self, index: int) -> range:
+        """The slots of a segment that is there."""
+        segment, first = self.segments[index], index * self.slots_per_segment
+        assert segment is not None
+        return range(first, first + len(segment))
 
 
 class Arena:
@@ -65,8 +75,8 @@ class Arena:
 
     Args:
         kind: DEVICE or HOST. device: of the memory. pin: the CUDA runtime, for page-locked memory (host arena beside an
-        accelerator). poison: fills every slot with NaN when it is taken, so that a test sees a page read before it was
-        written.
+        accelerator). largest: bytes of the largest segment; None: all are small (see [Note: segments]). poison: fills
+        every slot with NaN when it is taken, so that a test sees a page read before it was written.
     """
 
     def __init__(
@@ -75,9 +85,11 @@ class Arena:
         device: torch.device,
         kind: TierKind = TierKind.DEVICE,
         pin: Runtime | None = None,
+        largest: int | None = None,
         poison: bool = False,
     ) -> None:
         self.kind = kind
+        self.largest = largest
         self.device = device
         self.poison = poison
         self._pinned = None if pin is None else Registrations(pin)
@@ -126,16 +138,20 @@ class Arena:
         them; the system maps them again when they are written. They are not counted.
         """
         space = self._space(slot_class)
-        keep = -(-space.limit // space.slots_per_segment) if space.limit is not None else len(space.segments)
-        keep = 0 if tight else keep
+        capacity = space.capacity
+        needed = 0 if tight else capacity if space.limit is None else space.limit
         busy = {slot // space.slots_per_segment for slot in space.taken}
         present = [i for i, segment in enumerate(space.segments) if segment is not None]
         freed = 0
-        for index in [i for i in reversed(present) if i not in busy][: max(0, len(present) - keep)]:
+        for index in [i for i in reversed(present) if i not in busy]:
+            slots = len(space.slots_of(index))
+            if capacity - slots < needed:
+                continue
             self._unpin(space.segments[index])
             space.segments[index] = None
             space.mappings.pop(index, None)
-            freed += space.slots_per_segment * slot_class.nbytes
+            capacity -= slots
+            freed += slots * slot_class.nbytes
         if freed:
             space.free = [s for s in space.free if space.segments[s // space.slots_per_segment] is not None]
             heapq.heapify(space.free)
@@ -199,18 +215,41 @@ class Arena:
         """Slots, ascending, of as few segments as hold all slots that are taken, those that are ``fixed`` in place."""
         space = self._space(slot_class)
         kept = self._kept(space, fixed, slots=len(space.taken))
-        return [s for i in sorted(kept) for s in range(i * space.slots_per_segment, (i + 1) * space.slots_per_segment)]
+        return [slot for index in sorted(kept) for slot in space.slots_of(index)]
 
     @staticmethod
-    def _kept(space: _SlotSpace, fixed: Collection[int], *, slots: int) -> set[int]:
-        """Segments that stay where ``slots`` slots are needed: those that hold most; among equals the first."""
+    def _order(space: _SlotSpace, fixed: Collection[int]) -> list[tuple[int, bool]]:
+        """Segments in the order in which they stay: those with slots that are ``fixed`` (and whether they have any),
+        then those that hold most; among equals the first.
+        """
         per = space.slots_per_segment
         held = {i: [0, 0] for i, segment in enumerate(space.segments) if segment is not None}
         for slot in space.taken:
             held[slot // per][0] += slot in fixed
             held[slot // per][1] += 1
-        order = sorted(held, key=lambda i: (-(held[i][0] > 0), -held[i][1], i))
-        return set(order[: max(-(-slots // per), sum(count > 0 for count, _ in held.values()))])
+        return [(i, held[i][0] > 0) for i in sorted(held, key=lambda i: (-(held[i][0] > 0), -held[i][1], i))]
+
+    @classmethod
+    def _kept(cls, space: _SlotSpace, fixed: Collection[int], *, slots: int) -> set[int]:
+        """Segments that stay where ``slots`` slots are needed."""
+        kept, room = set[int](), 0
+        for index, stays in cls._order(space, fixed):
+            if stays or room < slots:
+                kept.add(index)
+                room += len(space.slots_of(index))
+        return kept
+
+    def in_whole_segments(self, slot_class: SlotClass, slots: int) -> int:
+        """At most ``slots``: a limit at which no more memory than that of ``slots`` stays, where segments are large."""
+        if self.largest is None:
+            return slots
+        space, room = self._space(slot_class), 0
+        for index, _ in self._order(space, ()):
+            more = len(space.slots_of(index))
+            if room + more > slots:
+                break
+            room += more
+        return room
 
     def spare_slot(self, slot_class: SlotClass, wanted: Collection[int]) -> int:
         """A free slot that is not ``wanted``; where there is none, memory for one is made, whatever the limit."""
@@ -279,11 +318,24 @@ class Arena:
     def _space(self, slot_class: SlotClass) -> _SlotSpace:
         space = self._spaces.get(slot_class)
         if space is None:
-            space = self._spaces[slot_class] = _SlotSpace(max(1, SEGMENT_BYTES // slot_class.nbytes))
+            most = max(SEGMENT_BYTES, self.largest or 0)
+            space = self._spaces[slot_class] = _SlotSpace(max(1, most // slot_class.nbytes))
         return space
 
+    def _slots_to_add(self, slot_class: SlotClass, space: _SlotSpace) -> int:
+        if self.largest is None:
+            return space.slots_per_segment
+        return slots_to_add(
+            nbytes=slot_class.nbytes,
+            capacity=space.capacity,
+            limit=space.limit,
+            small=SEGMENT_BYTES,
+            largest=max(SEGMENT_BYTES, self.largest),
+        )
+
     def _grow(self, slot_class: SlotClass, space: _SlotSpace) -> None:
-        shape = (space.slots_per_segment, slot_class.stride)
+        slots = self._slots_to_add(slot_class, space)
+        shape = (slots, slot_class.stride)
         segment, mapping = _segment(shape, dtype=slot_class.dtype, device=self.device)
         if self._pinned is not None:
             self._pinned.add(segment.data_ptr(), segment.numel() * segment.element_size())
@@ -295,9 +347,9 @@ class Arena:
             space.segments.append(segment)
         if mapping is not None:
             space.mappings[index] = mapping
-        space.free += range(index * space.slots_per_segment, (index + 1) * space.slots_per_segment)
+        space.free += space.slots_of(index)
         heapq.heapify(space.free)
-        self._bytes += space.slots_per_segment * slot_class.nbytes
+        self._bytes += slots * slot_class.nbytes
 
 
 def _advise(mapping: mmap.mmap, advice: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,6 +50,7 @@ class Visits:
         self._manager = manager
         self.in_host: tuple[Plane, ...] = ()
         """Planes whose pages decide, where they lie in host memory, that a page is stepped there."""
+        self._asks: tuple[tuple[int, int], int] = (0, 0), 0  # (slots, pages always asked for), and what follows
         self._next: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
 
     def begin(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
@@ -70,27 +71,40 @@ class Visits:
         if self._manager.pager.can_evict:
             self._manager.outlook.reached(page)
 
-    def ask(self, module: PagedModule, coming: Iterable[np.ndarray]) -> None:
-        """Asks for the groups that are coming, and for the start of the next visit, in the order of need.
+    def ask(self, module: PagedModule, coming: np.ndarray, *, planes: Sequence[Plane] = STATE) -> None:
+        """Asks for the pages ``coming``, which are in the order of need, and for the start of the next visit.
 
-        The current group must be leased: what it has been read for is the farthest use there is.
+        The current group must be leased: what it has been read for is the farthest use there is. Of ``planes``, pages
+        that lie in host memory and will be worked on there are left there.
         """
         pager = self._manager.pager
         if not (pager.can_evict and self._manager.prefetches):
             return
-        slots = min((pager.tiers.device.limit(c) or 0) for c in {module.slot_class(p) for p in module.dtypes})
-        room = pages_ahead(slots, always=pager.pace.ahead())
-        wanted: list[int] = []
-        for group in coming:
-            if len(wanted) >= room:
+        room = self._room(module)
+        parts, found = [], 0
+        for start in range(0, len(coming), 2 * room):  # all at once, pages that are not there yet included
+            part = coming[start : start + 2 * room]
+            part = wanted_here(pager.table, part, deciding=self.in_host, planes=planes)[: room - found]
+            parts.append(part)
+            found += len(part)
+            if found >= room:
                 break
-            wanted += wanted_here(pager.table, group, deciding=self.in_host).tolist()
-        if len(wanted) < room:
-            wanted += self._next_visit_pages(room - len(wanted))
-        if wanted:
+        if found < room:
+            parts.append(self._next_visit_pages(room - found))
+        wanted = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if len(wanted):
             pager.prefetch(wanted)
 
-    def _next_visit_pages(self, count: int) -> list[int]:
+    def _room(self, module: PagedModule) -> int:
+        """How many pages to ask for."""
+        pager = self._manager.pager
+        slots = min((pager.tiers.device.limit(c) or 0) for c in module.slot_classes)
+        key = slots, pager.pace.ahead()
+        if self._asks[0] != key:
+            self._asks = key, pages_ahead(slots, always=key[1])
+        return self._asks[1]
+
+    def _next_visit_pages(self, count: int) -> np.ndarray:
         """Pages that the next visit will probably use."""
         outlook = self._manager.outlook
         for visit in outlook.forecast.following(1):
@@ -106,6 +120,5 @@ class Visits:
             nearest = found[: count * pages]  # of so many experts
             planes = tuple(Plane) if visit.phase is Phase.STEP else STATE
             table = self._manager.pager.table
-            present: list[int] = wanted_here(table, nearest, deciding=self.in_host, planes=planes)[:count].tolist()
-            return present
-        return []
+            return wanted_here(table, nearest, deciding=self.in_host, planes=planes)[:count]
+        return np.zeros(0, dtype=np.int64)

@@ -29,8 +29,10 @@ class PageWork:
 
     def __init__(self, manager: ExpertManager, page_ids: np.ndarray, *, deciding: tuple[Plane, ...] = ()) -> None:
         self._manager, self._ids = manager, page_ids
-        where = page_ids[np.isin(page_ids % NUM_PLANES, deciding)]
-        self.lent = manager.pager.host.lend(page_ids, where=where)
+        self.lent: dict[int, torch.Tensor] = {}
+        if deciding:
+            where = page_ids[np.isin(page_ids % NUM_PLANES, deciding)]
+            self.lent = manager.pager.host.lend(page_ids, where=where)
         self._leased = page_ids[[page_id not in self.lent for page_id in page_ids.tolist()]] if self.lent else page_ids
         try:
             if len(self._leased):

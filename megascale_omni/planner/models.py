@@ -12,6 +12,15 @@ from megascale_omni.paging.layout import ExpertShape
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Heads of queries, groups of keys and values, channels of each."""
+
+    heads: int
+    groups: int
+    channels: int
+
+
+@dataclass(frozen=True)
 class ModelCard:
     """What a plan needs to know of a model and its batch. Names are Megatron's, counts are of the whole model."""
 
@@ -24,6 +33,9 @@ class ModelCard:
     moe_layers: int
     gated: bool
     expert_bias: bool
+    attention: Attention
+    rotary: bool
+    vocabulary: int
     dense_parameters: int
     seq_length: int
     micro_batch_size: int
@@ -120,7 +132,8 @@ def _moe_layers(frequency: object, num_layers: int, *, name: str) -> int:
 
 
 def _whole(values: Mapping[str, object], key: str, *, name: str, default: int | None = None) -> int:
-    value = values.get(key, default)
+    value = values.get(key)
+    value = default if value is None else value
     if value is None:
         raise ValueError(f"{name}: {key} is missing; a plan needs it")
     try:
@@ -170,6 +183,9 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
         moe_layers=moe_layers,
         gated=gated,
         expert_bias=bias,
+        attention=_attention(values, hidden, name=name),
+        rotary=values.get("position_embedding_type", "learned_absolute") in ("rope", "yarn", "mrope"),
+        vocabulary=_vocabulary(values, name=name),
         dense_parameters=1,
         seq_length=whole("seq_length", 4096),
         micro_batch_size=whole("micro_batch_size", 1),
@@ -183,6 +199,24 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
     return ModelCard(**{**card.__dict__, "dense_parameters": counted})
 
 
+def _attention(values: Mapping[str, object], hidden: int, *, name: str) -> Attention:
+    """Where there are no heads (the dense part is given as a number), of 64 channels each."""
+    given = values.get("dense_parameters") is not None
+    heads = _whole(values, "num_attention_heads", name=name, default=max(1, hidden // 64) if given else None)
+    grouped = bool(values.get("group_query_attention"))
+    groups = _whole(values, "num_query_groups", name=name, default=heads) if grouped else heads
+    if heads % groups:
+        raise ValueError(f"{name}: num_attention_heads={heads} cannot be divided by num_query_groups={groups}")
+    channels = _whole(values, "kv_channels", name=name, default=max(1, hidden // heads))
+    return Attention(heads=heads, groups=groups, channels=channels)
+
+
+def _vocabulary(values: Mapping[str, object], *, name: str) -> int:
+    """As it is padded."""
+    multiple = _whole(values, "make_vocab_size_divisible_by", name=name, default=128)
+    return -(-_whole(values, "vocab_size", name=name, default=256) // multiple) * multiple
+
+
 def _dense(values: Mapping[str, object], card: ModelCard, *, ffn: int, name: str) -> int:
     """Parameters outside the experts: embeddings, attention, norms, routers, shared experts, dense layers."""
 
@@ -190,9 +224,7 @@ def _dense(values: Mapping[str, object], card: ModelCard, *, ffn: int, name: str
         return _whole(values, key, name=name, default=default)
 
     h, layers = card.hidden_size, card.num_layers
-    heads = whole("num_attention_heads")
-    channels = whole("kv_channels", max(1, h // heads))
-    groups = whole("num_query_groups", heads) if values.get("group_query_attention") else heads
+    heads, groups, channels = card.attention.heads, card.attention.groups, card.attention.channels
     bias = int(card.expert_bias)
     norm = h if values.get("normalization") == "RMSNorm" else 2 * h
     width = (heads + 2 * groups) * channels
@@ -203,9 +235,7 @@ def _dense(values: Mapping[str, object], card: ModelCard, *, ffn: int, name: str
     shared = 0
     if shared_ffn:
         shared = ExpertShape(hidden=h, ffn=int(str(shared_ffn)), gated=card.gated, bias=bool(bias)).num_parameters
-    multiple = whole("make_vocab_size_divisible_by", 128)
-    vocabulary = -(-whole("vocab_size", 256) // multiple) * multiple
-    embeddings = vocabulary * h * (2 if values.get("untie_embeddings_and_output_weights") else 1)
+    embeddings = card.vocabulary * h * (2 if values.get("untie_embeddings_and_output_weights") else 1)
     if values.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         embeddings += whole("max_position_embeddings", card.seq_length) * h
     router = card.num_experts * h

@@ -13,8 +13,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from megascale_omni.planner.models import ModelCard
-from megascale_omni.planner.prediction import Machine, Prediction, Run, active_share, micro_batches, predict, tiers_of
-from megascale_omni.planner.state import RankState, rank_state
+from megascale_omni.planner.prediction import (
+    Machine,
+    Prediction,
+    Run,
+    active_share,
+    micro_batches,
+    predict,
+    state_of,
+    tiers_of,
+)
+from megascale_omni.planner.state import RankState
 
 DEVICE_SHARE = 0.9
 """Of the device memory that a plan gives away; the rest is the framework's and for fragments."""
@@ -77,21 +86,27 @@ def activation_bytes(card: ModelCard, run: Run) -> int:
     return layer * layers * min(run.pipeline_parallel, micro_batches(card, run))
 
 
+def room_bytes(card: ModelCard, run: Run, *, device_memory: int) -> int:
+    """For pages, beside dense state and activations."""
+    given = int(device_memory * DEVICE_SHARE)
+    return max(0, given - dense_state_bytes(card, run) - activation_bytes(card, run))
+
+
+def leaves_pages_out(card: ModelCard, run: Run, *, device_memory: int) -> bool:
+    """Whether not all pages stay in device memory."""
+    room = room_bytes(card, run, device_memory=device_memory) if run.budget_bytes is None else run.budget_bytes
+    return room < state_of(card, run).total_bytes
+
+
 def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
     """Plans a run on one rank.
 
     Raises:
         ValueError: what does not fit at all, with what would; layouts that cannot be.
     """
-    state = rank_state(
-        card,
-        page_bytes=run.page_bytes,
-        expert_parallel=run.expert_parallel,
-        pipeline_parallel=run.pipeline_parallel,
-        fp32_gradients=run.fp32_gradients,
-    )
+    state = state_of(card, run)
     dense, activations = dense_state_bytes(card, run), activation_bytes(card, run)
-    room = max(0, int(machine.device_memory * DEVICE_SHARE) - dense - activations)
+    room = room_bytes(card, run, device_memory=machine.device_memory)
     tokens = card.micro_batch_size * card.seq_length * card.moe_router_topk * run.expert_parallel
     tokens_per_expert = tokens / (card.num_experts * active_share(card, run))
     break_even = break_even_tokens(card, machine)

@@ -16,7 +16,7 @@ from megascale_omni.paging.trace import Trace
 from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
 from megascale_omni.planner.models import ModelCard
-from megascale_omni.planner.state import RankState
+from megascale_omni.planner.state import RankState, rank_state
 from megascale_omni.planner.steps import Work
 from megascale_omni.planner.traffic import Moves, Traffic, step_traffic, traced_traffic
 
@@ -35,7 +35,8 @@ class Machine:
 class Run:
     """How the model is trained. ``active_share``: of experts with tokens in a micro-batch; None: evenly drawn.
 
-    ``trace``: of a run of the same model, which tells what a step moves.
+    ``routed``: which ones, for each forward and layer of the whole model, where it was measured. ``trace``: of a run
+    of the same model, which tells what a step moves.
     """
 
     page_bytes: int
@@ -44,6 +45,7 @@ class Run:
     data_parallel: int = 1
     fp32_gradients: bool = True
     active_share: float | None = None
+    routed: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     budget_bytes: int | None = None
     trace: Trace | None = None
 
@@ -131,6 +133,21 @@ def io_seconds(moves: Moves, machine: Machine, *, on_disk: float) -> float:
     return max(link, machine.disk.seconds(on_disk * moves.loaded_bytes, on_disk * moves.written_bytes))
 
 
+def state_of(card: ModelCard, run: Run) -> RankState:
+    """The pages of the rank that has most.
+
+    Raises:
+        ValueError: see :func:`megascale_omni.planner.state.rank_state`.
+    """
+    return rank_state(
+        card,
+        page_bytes=run.page_bytes,
+        expert_parallel=run.expert_parallel,
+        pipeline_parallel=run.pipeline_parallel,
+        fp32_gradients=run.fp32_gradients,
+    )
+
+
 def tiers_of(state: RankState, machine: Machine, *, budget_bytes: int) -> dict[str, int]:
     """Bytes of all pages by tier: device first, then host, then disk."""
     device = min(budget_bytes, state.total_bytes)
@@ -163,6 +180,7 @@ def work_of(card: ModelCard, run: Run) -> Work:
         recompute=card.recompute,
         gradient_sweep=not complete,
         step_in_backward=complete and not card.clips,
+        routed=run.routed if run.expert_parallel == 1 else None,
     )
 
 

@@ -1,12 +1,13 @@
-"""Measures the machine at hand with pieces of the model that is planned.
+"""Measures the machine at hand with a small part of the model that is planned.
 
 [Note: probe]
-Peak rates say little about a step of small products, least of all on a CPU. So each kind of work that a step is made of
-is done once at the model's own sizes: one layer of experts, forward and backward, with even counts of tokens; what is
-around them in a layer (norms, attention, router, the way to the experts and back); and Adam on pages. Rates are the
-counted work over the time, so that the plan's sums give the times back. What paging reaches of a disk's rates is
-measured as well, on an optimizer step with a quarter of the layer's pages in memory. It takes a few seconds and some
-memory: of very many or large experts only as many as fit in ``EXPERT_BYTES`` are made, with as many tokens each.
+Peak rates say little about a step of small products, least of all on a CPU. So steps are made of a few of the model's
+own layers at its own sizes [Note: miniature], and timed in parts: experts; what is around them in a layer; embedding,
+output layer and loss; the optimizer. Rates are the counted work over the time, so that the plan's sums give the times
+back: of a layer's parts as often as the model has layers, of experts as often as it has rows. What paging reaches of a
+disk's rates is measured as well, on an optimizer step with a quarter of a layer's pages in memory. It takes a few
+seconds and some memory. Where pages will leave, freed memory goes back to the system while steps are made, as it will
+in the run [Note: heap]. Routers as they are drawn at the beginning tell besides which experts have tokens at all.
 """
 
 from __future__ import annotations
@@ -14,54 +15,86 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megascale_omni.experts.activation import Activation
-from megascale_omni.experts.gradients import ExpertGradients
-from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.products import products_for
-from megascale_omni.experts.shards import PageShards
-from megascale_omni.experts.workspace import Workspace
-from megascale_omni.optimizer.arithmetic import arithmetic_for
-from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
 from megascale_omni.paging.budget import Budget
-from megascale_omni.paging.layout import MIB, PageLayout
-from megascale_omni.paging.manager import ExpertManager, PagingOptions
-from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.heap import give_large_blocks_back
+from megascale_omni.paging.layout import MIB
+from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
+from megascale_omni.planner.miniature import Miniature, StepTimes
 from megascale_omni.planner.models import ModelCard
 
-EXPERT_BYTES = 128 * MIB
-"""Weights of the experts that are made at most; their other planes come on top."""
-
-REPEATS = 4
+WARMUP, REPEATS = 2, 5
 
 
-def measure_here(card: ModelCard, *, page_bytes: int) -> Device:
-    """The device that the process computes on, measured at the sizes of ``card``, see [Note: probe]."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.bfloat16 if card.bf16 else torch.float32
+@dataclass(frozen=True)
+class Measured:
+    """What :func:`measure_here` found. ``routed``: experts that got tokens, for each forward and layer."""
+
+    device: Device
+    routed: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def active_share(self, num_experts: int) -> float:
+        """Share of experts that get tokens in a forward."""
+        counts = [len(experts) for layers in self.routed for experts in layers]
+        return sum(counts) / (len(counts) * num_experts)
+
+
+def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) -> Measured:
+    """The device that the process computes on, measured at the sizes of ``card``, see [Note: probe].
+
+    ``gives_back``: large freed blocks go back to the system, from now on in the whole process.
+    """
+    device = _device()
     tokens = card.micro_batch_size * card.seq_length
-    experts, step, elements = _experts_seconds(card, device, page_bytes=page_bytes)
-    dense = _dense_seconds(card, device, dtype, tokens=tokens)
+    if gives_back and device.type == "cpu":
+        give_large_blocks_back()
+    model = Miniature(card, device, page_bytes=page_bytes)
+    try:
+        found = _steps(model, WARMUP + REPEATS)[WARMUP:]
+        stepped = model.stepped_elements
+    finally:
+        model.close()
+    experts, head = _median([t.experts / t.row_share for t in found]), _median([t.head for t in found])
+    around = _median([t.passes - t.experts - t.head for t in found])
+    dense = card.num_layers * around / model.num_layers + head
+    elements = card.num_layers * model.layer_elements + model.head_elements
     passes = 8 if card.recompute else 6
-    dense_rate = passes * tokens * _dense_elements(card) / dense
-    expert_rate = passes * tokens * card.moe_router_topk * card.expert.num_parameters / experts
+    dense_rate = passes * tokens * elements / dense
+    rows = model.num_layers * tokens * card.moe_router_topk
+    expert_rate = passes * rows * card.expert.num_parameters / experts
     copied = torch.empty(64 * MIB, dtype=torch.uint8)
     link = copied.numel() / _seconds(lambda: copied.to(device, copy=True), device)
-    return Device(
+    measured = Device(
         name="this machine",
         bf16_flops=dense_rate,
         fp32_flops=dense_rate,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_here(),
         link_bytes=link,
-        memory_bytes_s=_bytes_of_a_step(card) * elements / step,
+        memory_bytes_s=_bytes_of_a_step(card) * stepped / _median([t.optimizer for t in found]),
         efficiency=1.0,
         experts=expert_rate / dense_rate,
     )
+    return Measured(measured, tuple(times.active for times in found))
+
+
+def _steps(model: Miniature, count: int) -> list[StepTimes]:
+    times = []
+    for number in range(1, count + 1):
+        model.manager.schedule.begin_step(number)
+        model.passes()
+        model.step()
+        times.append(model.times)
+    return times
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def _bytes_of_a_step(card: ModelCard) -> int:
@@ -69,7 +102,13 @@ def _bytes_of_a_step(card: ModelCard) -> int:
     return 30 if card.bf16 else 28
 
 
-def _memory_bytes(device: torch.device) -> int:
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def memory_here() -> int:
+    """Bytes of memory of the device that the process computes on."""
+    device = _device()
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -90,80 +129,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return found[len(found) // 2]
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
-
-
-class _Layer:
-    """One layer of a model's experts with its optimizer; of very many or large experts as many as fit."""
-
-    def __init__(
-        self, card: ModelCard, device: torch.device, *, page_bytes: int, options: PagingOptions | None = None
-    ) -> None:
-        dtype = torch.bfloat16 if card.bf16 else torch.float32
-        self.card = card
-        self.number = min(card.num_experts, max(1, EXPERT_BYTES // (card.expert.num_parameters * dtype.itemsize)))
-        self.manager = ExpertManager(device=device, options=options)
-        workspace = Workspace(device)
-        dtypes = {Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32}
-        if dtype is not torch.float32:
-            dtypes[Plane.MASTER] = torch.float32
-        self.module = PagedExperts(
-            manager=self.manager,
-            path="probe",
-            layout=PageLayout.for_page_bytes(card.expert, page_bytes=page_bytes, dtype=dtype),
-            num_experts=self.number,
-            dtypes={**dtypes, Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32},
-            activation=Activation("silu" if card.gated else "gelu", gated=card.gated),
-            style="sequential",
-            products=products_for(device=device, choice="auto", workspace=workspace),
-            workspace=workspace,
-        )
-        for expert in range(self.number):
-            tensors = {part.tensor.name: torch.zeros(part.tensor.shape) for part in self.module.names.of_expert(expert)}
-            self.module.initialise(expert, {name: value.to(device, dtype) for name, value in tensors.items()})
-        rows = card.micro_batch_size * card.seq_length * card.moe_router_topk * self.number // card.num_experts
-        self.counts = [rows // self.number + (expert < rows % self.number) for expert in range(self.number)]
-        self._x_Nh = torch.randn(rows, card.hidden_size, device=device, dtype=dtype, requires_grad=True)
-        self._probs_N = torch.ones(rows, device=device, dtype=dtype)
-        self._gradient_Nh = torch.randn_like(self._x_Nh)
-        self.gradients = ExpertGradients([self.module])
-        groups = [{"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8} for _ in range(2)]
-        self._adam = PagedAdam(
-            [(self.module, GroupBinding(weights=0, biases=1 if card.expert_bias else None))],
-            groups=groups,
-            arithmetic=arithmetic_for(decoupled=True, fused=False),
-            shards=PageShards(),
-        )
-
-    def there_and_back(self) -> None:
-        """Forward and backward of a micro-batch."""
-        if self.card.recompute:
-            with torch.no_grad():
-                self.module(self._x_Nh, self.counts, self._probs_N)
-        self.module(self._x_Nh, self.counts, self._probs_N).backward(self._gradient_Nh)
-
-    def step(self) -> None:
-        """The optimizer's part of a step."""
-        self.gradients.finish(scale=1.0)
-        self.gradients.squares(PageShards())
-        self._adam.step()
-
-
-def _experts_seconds(card: ModelCard, device: torch.device, *, page_bytes: int) -> tuple[float, float, int]:
-    """Seconds of a layer's experts in a micro-batch, seconds of an optimizer step, and the elements that it stepped."""
-    layer = _Layer(card, device, page_bytes=page_bytes)
-    passes = _seconds(layer.there_and_back, device)
-    stepping = []
-    for _ in range(REPEATS):
-        layer.gradients.drop()
-        layer.there_and_back()
-        stepping.append(_once(layer.step, device))
-    active = sum(count > 0 for count in layer.counts)
-    layer.manager.close()
-    steps = sorted(stepping[2:])
-    return passes * card.num_experts / layer.number, steps[len(steps) // 2], active * card.expert.num_parameters
-
-
 def paging_efficiency(card: ModelCard, disk: Disk, *, here: Device, page_bytes: int, folder: str | Path) -> float:
     """What an optimizer step whose pages come from disk and go back reaches of the disk's rates; at most 1.
 
@@ -174,66 +139,27 @@ def paging_efficiency(card: ModelCard, disk: Disk, *, here: Device, page_bytes: 
     budget = Budget(fraction=0.25)
     while True:
         options = PagingOptions(device_budget=budget, disk_path=folder)
-        layer = _Layer(card, device, page_bytes=page_bytes, options=options)
+        layer = Miniature(card, device, page_bytes=page_bytes, options=options, layers=1)
         try:
             layer.manager.check_budget()
             break
         except ValueError:  # a few large pages: as many as work
-            layer.manager.close()
+            layer.close()
             if budget.fraction == 1.0:
                 return 1.0
             budget = Budget(fraction=min(1.0, 2 * (budget.fraction or 1.0)))
-    active = sum(count > 0 for count in layer.counts)
-    computing = _bytes_of_a_step(card) * active * card.expert.num_parameters / here.memory_bytes_s
     shares = []
     try:
         for number in range(1, REPEATS + 1):
             layer.manager.schedule.begin_step(number)
-            layer.gradients.drop()
-            layer.there_and_back()
-            before, start = layer.manager.stats(), time.perf_counter()
+            layer.passes()
+            before = layer.manager.stats()
             layer.step()
-            seconds, after = time.perf_counter() - start, layer.manager.stats()
+            seconds, after = layer.times.optimizer, layer.manager.stats()
+            computing = _bytes_of_a_step(card) * layer.stepped_elements / here.memory_bytes_s
             moved = [after.get(name, 0) - before.get(name, 0) for name in ("bytes_loaded", "bytes_written")]
             moving = disk.seconds(*moved)
             shares.append(moving / seconds if moving > computing else 1.0)
     finally:
-        layer.manager.close()
+        layer.close()
     return min(1.0, sorted(shares[2:])[len(shares[2:]) // 2])
-
-
-# -- the rest of a layer -----------------------------------------------------------------------------------------------
-
-
-def _dense_elements(card: ModelCard) -> int:
-    """What a plan counts for the dense part of the probe: its parameters, and attention's scores."""
-    h = card.hidden_size
-    return 4 * h * h + card.num_experts * h + card.seq_length * h
-
-
-def _dense_seconds(card: ModelCard, device: torch.device, dtype: torch.dtype, *, tokens: int) -> float:
-    """Seconds of what is around the experts in a layer, forward and backward: unfused, as stock computes it."""
-    h, heads = card.hidden_size, max(1, card.hidden_size // 64)
-    sequences, length = card.micro_batch_size, card.seq_length
-    weights = [torch.randn(n, h, device=device, dtype=dtype).mul_(h**-0.5) for n in (3 * h, h, card.num_experts)]
-    for weight in weights:
-        weight.requires_grad_()
-    x_Th = torch.randn(tokens, h, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(length, length, device=device, dtype=torch.bool).triu(1)
-    topk = min(card.moe_router_topk, card.num_experts)
-
-    def layer() -> None:
-        for _ in range(2 if card.recompute else 1):
-            y_Th = torch.nn.functional.rms_norm(x_Th, (h,))
-            q, k, v = (y_Th @ weights[0].t()).view(sequences, length, heads, 3, h // heads).permute(3, 0, 2, 1, 4)
-            scores = (q @ k.transpose(-1, -2)).float().masked_fill(mask, -1e4).softmax(-1).to(dtype)
-            y_Th = x_Th + (scores @ v).transpose(1, 2).reshape(tokens, h) @ weights[1].t()
-            z_Th = torch.nn.functional.rms_norm(y_Th, (h,))
-            chosen = (z_Th @ weights[2].t()).float().softmax(-1).topk(topk)
-            order = chosen.indices.reshape(-1).argsort(stable=True)
-            sent_Nh = z_Th[order // topk]
-            back_Nh = torch.zeros_like(y_Th).index_add(0, order // topk, sent_Nh)
-            out = y_Th + back_Nh * chosen.values.sum(-1, keepdim=True).to(dtype)
-        out.sum().backward()
-
-    return _seconds(layer, device)

@@ -3,7 +3,8 @@
 [Note: steps of a plan]
 Every micro-batch goes forward and backward through the layers, in waves of a batch of pages; then come a sweep over
 gradients that the last backward did not complete, where there are some, and one of the optimizer, page by page, or its
-work in the last backward. With few active experts each forward draws them anew, from a seed.
+work in the last backward. Which experts are active is known from routers that were measured; otherwise each forward
+draws them anew, from a seed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ MOST_PIECES = 384
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does. ``active_share`` of a module's experts get tokens in each forward."""
+    """What a step does. ``active_share`` of a module's experts get tokens in each forward.
+
+    ``routed``: which ones, for each forward and layer, over and over again, and for layers in proportion where there
+    are others than a model has. None: they are drawn.
+    """
 
     micro_batches: int
     active_share: float
@@ -37,6 +42,7 @@ class Work:
     """Whether gradients are looked at in a sweep of their own before the optimizer."""
     step_in_backward: bool = False
     """Whether pages are stepped in the last backward."""
+    routed: tuple[tuple[tuple[int, ...], ...], ...] | None = None
 
 
 def has_few_pages(state: RankState) -> bool:
@@ -77,6 +83,7 @@ class Steps:
         self._active = max(1, round(first.experts * work.active_share))
         self._planes = tuple(Plane[name.upper()] for name in first.slot_bytes)
         self._numbers: list[int] = []
+        self._forwards = 0
         self._made: set[int] = set()  # moments that there are
 
     def trace(self, steps: int) -> Trace:
@@ -84,6 +91,7 @@ class Steps:
         self._numbers = []
         self._made.clear()
         generator = random.Random(self._seed)
+        self._forwards = 0
         for module in range(len(self._model.modules)):
             for plane in self._planes:
                 if plane in (Plane.WEIGHT, Plane.MASTER):
@@ -99,7 +107,8 @@ class Steps:
         present: list[set[int]] = [set() for _ in modules]  # pages with a gradient
         complete: list[set[int]] = [set() for _ in modules]
         for number in range(work.micro_batches):
-            drawn = [self._draw(generator) for _ in modules]
+            drawn = [self._draw(generator, module) for module in modules]
+            self._forwards += 1
             for module in modules:
                 self._waves(Phase.FORWARD, module, drawn[module])
             for module in reversed(modules):
@@ -114,9 +123,13 @@ class Steps:
         for module in modules:
             self._sweep(module, sorted(present[module]), self._planes)
 
-    def _draw(self, generator: random.Random) -> list[int]:
+    def _draw(self, generator: random.Random, module: int) -> list[int]:
         """Pages of the experts that a forward needs."""
-        experts = sorted(generator.sample(range(self._experts), self._active))
+        if self._work.routed is None:
+            experts = sorted(generator.sample(range(self._experts), self._active))
+        else:
+            layers = self._work.routed[self._forwards % len(self._work.routed)]
+            experts = sorted(layers[module * len(layers) // len(self._model.modules)])
         return [expert * self._slices + number for expert in experts for number in range(self._slices)]
 
     def _waves(self, phase: Phase, module: int, pages: list[int]) -> None:
@@ -156,11 +169,10 @@ class Steps:
             self._event(Op.RELEASE, weights)
 
     def _sweep(self, module: int, pages: list[int], planes: tuple[Plane, ...]) -> None:
-        """Page by page; the optimizer's drops a page's gradient when it has come to the next page."""
+        """Page by page; the optimizer's drops a page's gradient when it has stepped the page."""
         if not pages:
             return
         self._visit(Phase.STEP, module, planes, pages)
-        before: list[int] = []
         for page in pages:
             ids = [self._id(module, page, plane) for plane in planes]
             for page_id, plane in zip(ids, planes, strict=True):
@@ -169,12 +181,9 @@ class Steps:
             if Plane.WEIGHT in planes:
                 self._event(Op.WRITE, ids)
             self._event(Op.REACH, [page])
-            if before:
-                self._event(Op.DROP, before)
             self._event(Op.RELEASE, ids)
-            before = [self._id(module, page, Plane.GRADIENT)] if Plane.WEIGHT in planes else []
-        if before:
-            self._event(Op.DROP, before)
+            if Plane.WEIGHT in planes:
+                self._event(Op.DROP, [self._id(module, page, Plane.GRADIENT)])
 
     def _make(self, page_id: int, plane: Plane) -> None:
         """Moments are made when they are first needed."""

@@ -79,6 +79,7 @@ def step_traffic(state: RankState, work: Work, *, budget_bytes: int, seed: int =
         budget = Budget(nbytes=budget_bytes)
     else:
         (model, scale), policy = coarse_model(state), "min"
+        work = replace(work, routed=None)  # pieces are not experts
         budget = Budget(fraction=min(1.0, max(budget_bytes / state.total_bytes, _floor(model))))
     batch = wave_pages(state) if policy == "ours" else 1
     trace = Steps(model, work, batch=batch, seed=seed).trace(STEPS)

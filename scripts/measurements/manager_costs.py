@@ -62,15 +62,15 @@ def _targets() -> Iterator[tuple[object, str, Kind]]:
     for name in ("visited", "routed"):  # the others do nothing
         yield heatmap.HeatMap, name, "heat"
     yield keeper.HeatKeeper, "_step", "heat"
-    for name in ("begin", "reached", "end_step", "next_use", "probable", "foresee"):
+    for name in ("begin", "reached", "end_step", "update", "next_use", "probable", "foresee"):
         yield outlook.Outlook, name, "policy"
     yield shadow.Shadows, "use", "policy"
-    for name in ("choose", "changed", "latest_use"):
+    for name in ("choose", "forget"):
         yield victims.Victims, name, "policy"
     yield ahead.Ahead, "_held_until", "policy"
     yield upkeep.Upkeep, "look", "policy"
     yield visits.Visits, "_next_visit_pages", "policy"
-    for name in ("create", "drop", "may_load", "loaded", "not_loaded", "left", "stayed"):
+    for name in ("create", "drop", "may_load", "load_ahead", "loaded", "not_loaded", "leave", "stayed"):
         yield shadow.ShadowLru, name, "policy"
     package = manager.__name__.rpartition(".")[0]
     for module in [m for n, m in sys.modules.items() if n.startswith(package)]:

@@ -105,7 +105,7 @@ class Pages:
     def send_away(self, *experts: int, plane: Plane = Plane.WEIGHT) -> None:
         """Makes pages leave, whatever the policy thinks, and waits for it."""
         for expert in experts:
-            self.manager.pager._evict(self.id(expert, plane))
+            self.manager.pager.departures.evict(self.id(expert, plane))
         self.jobs.complete_all()
         self.manager.pager.poll()
 

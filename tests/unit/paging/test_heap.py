@@ -4,6 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from megascale_omni.paging import manager as manager_module
+from megascale_omni.paging.budget import Budget
+from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.manager import ExpertManager, PagingOptions
+from megascale_omni.paging.planes import Plane
 
 SCRIPT = """
 import sys, torch
@@ -40,3 +47,27 @@ def test_the_users_choice_is_left_alone(monkeypatch):
 
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert not give_large_blocks_back()
+
+
+def test_memory_goes_back_only_where_pages_leave(tmp_path, monkeypatch):
+    """It costs each step the time to clear blocks anew."""
+    calls = []
+    monkeypatch.setattr(manager_module, "give_large_blocks_back", lambda: calls.append(1))
+
+    def manager(budget):
+        return ExpertManager(
+            device=torch.device("cpu"), options=PagingOptions(device_budget=budget, disk_path=tmp_path)
+        )
+
+    for budget in (Budget(fraction=0.5), Budget(nbytes=1 << 30)):
+        manager(budget).close()
+        assert calls
+        calls.clear()
+    held = manager(Budget(fraction=1.0))
+    layout = PageLayout(ExpertShape(hidden=32, ffn=32, gated=False, bias=False), 16)
+    held.add_module(path="experts", layout=layout, num_experts=8, dtypes={Plane.WEIGHT: torch.float32})
+    held.resize(Budget(fraction=1.0))
+    assert not calls
+    held.resize(Budget(nbytes=16 * 4096))
+    assert calls
+    held.close()

@@ -29,13 +29,13 @@ def test_a_page_read_while_it_is_being_written_stays_and_is_whole(tmp_path):
     pages = Pages(tmp_path)
     leaving = resident(pages)[0]
     written = pages.counts["bytes_written"]
-    pages.manager.pager._evict(pages.id(leaving))
+    pages.manager.pager.departures.evict(pages.id(leaving))
     assert next(iter(pages.manager.pager.flights.values())).kind.value == "leaving"
     loaded, evicted = pages.counts.get("pages_loaded", 0), pages.counts["pages_evicted"]
     pages.read(leaving)  # waits for the write
     assert pages.counts["bytes_written"] == written + SLOT
     assert (pages.counts.get("pages_loaded", 0), pages.counts["pages_evicted"]) == (loaded, evicted)
-    pages.manager.pager._evict(pages.id(leaving))  # its bytes are on disk already: it goes at once
+    pages.manager.pager.departures.evict(pages.id(leaving))  # its bytes are on disk already: it goes at once
     assert pages.tier(leaving) == "evicted"
     assert not pages.jobs.pending
     pages.read(leaving)
@@ -44,7 +44,7 @@ def test_a_page_read_while_it_is_being_written_stays_and_is_whole(tmp_path):
 def test_a_page_written_after_it_was_wanted_back_is_saved_again(tmp_path):
     pages = Pages(tmp_path)
     leaving = resident(pages)[0]
-    pages.manager.pager._evict(pages.id(leaving))
+    pages.manager.pager.departures.evict(pages.id(leaving))
     pages.write(leaving, 7.5)
     pages.send_away(leaving)
     assert pages.tier(leaving) == "evicted"
@@ -54,7 +54,7 @@ def test_a_page_written_after_it_was_wanted_back_is_saved_again(tmp_path):
 def test_nobody_can_write_to_a_page_before_its_write_behind_has_ended(tmp_path):
     pages = Pages(tmp_path)
     leaving = resident(pages)[0]
-    pages.manager.pager._evict(pages.id(leaving))
+    pages.manager.pager.departures.evict(pages.id(leaving))
     (future, _, _) = pages.jobs.pending[0]
     with pages.manager.lease(pages.module, Plane.WEIGHT, [leaving]) as lease:
         assert future.done()
@@ -177,7 +177,7 @@ def test_a_dropped_gradient_page_never_gives_its_old_bytes_back(tmp_path, where)
     if where == "coming":
         pages.manager.pager.prefetch(page.tolist())
     if where == "leaving":
-        pages.manager.pager._evict(int(page[0]))
+        pages.manager.pager.departures.evict(int(page[0]))
     pages.manager.drop(page)
     pages.manager.check_integrity()
     assert pages.tier(1, Plane.GRADIENT) == "absent"
@@ -273,7 +273,7 @@ def test_a_lower_limit_sends_pages_away_and_returns_their_memory(tmp_path):
 def test_settling_ends_all_flights_and_moves_nothing_that_stays(tmp_path):
     pages = Pages(tmp_path)
     stays = resident(pages)[0]
-    pages.manager.pager._evict(pages.id(stays))
+    pages.manager.pager.departures.evict(pages.id(stays))
     pages.manager.pager.settle()
     assert pages.manager.pager.flights == {}
     assert pages.tier(stays) == "active"

@@ -80,7 +80,7 @@ def test_a_page_that_could_not_be_saved_stays_whole_and_unsaved(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
-        pages.manager.pager._evict(pages.id(1))
+        pages.manager.pager.departures.evict(pages.id(1))
         pages.jobs.complete()
         with pytest.raises(PageIoError, match="writing the weight page of experts, expert 1, slice 0 failed: No space"):
             pages.manager.pager.poll()
@@ -117,7 +117,7 @@ def test_a_job_that_never_ends_is_an_error_that_names_what_was_waited_for(tmp_pa
 
 def test_closing_twice_is_closing_once_and_pages_cannot_be_moved_any_more(tmp_path):
     pages = Pages(tmp_path)
-    pages.manager.pager._evict(pages.id(resident(pages)[0]))
+    pages.manager.pager.departures.evict(pages.id(resident(pages)[0]))
     for _ in range(2):
         pages.manager.close()
     away = next(e for e in range(6) if pages.tier(e) == "evicted")

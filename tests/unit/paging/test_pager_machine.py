@@ -226,7 +226,7 @@ class PagerMachine(RuleBasedStateMachine):
         for page_id in map(self.id, self.keys(module, plane, self.choose(module, experts))):
             here = self.manager.table.tier[page_id] == TierKind.DEVICE and not self.manager.table.pins[page_id]
             if here and page_id not in flying:
-                pager._evict(page_id)
+                pager.departures.evict(page_id)
 
     @rule(module=MODULE, experts=EXPERTS, phase=st.sampled_from(list(Phase)), stops=st.integers(0, 8))
     def waves(self, module: int, experts: list[int], phase: Phase, stops: int) -> None:

@@ -55,7 +55,7 @@ def test_the_allowance_counts_what_lru_lost_and_we_may_lose():
     assert shadow.allowance == slack_of(4) == 1
     used(shadow, 5, ours=ours)  # LRU lets 1 go; we, 2
     assert shadow.allowance == 1, "both bring page 5 in"
-    shadow.left(2)
+    shadow.leave([2])
     shadow.loaded(5)
     ours ^= {2, 5}
     assert shadow.allowance == 0, "page 2 may be wanted, which LRU has"
@@ -67,18 +67,18 @@ def test_the_allowance_counts_what_lru_lost_and_we_may_lose():
 def test_a_page_that_stays_after_all_costs_nothing():
     shadow = shadow_of(4)
     shadow.restart([1, 2, 3, 4])
-    shadow.left(2)
+    shadow.leave([2])
     shadow.stayed(2)
     assert shadow.allowance == 1
     shadow.drop(3)
-    shadow.left(3)
+    shadow.leave([3])
     assert shadow.allowance == 1, "nobody can want what is gone"
 
 
 def test_fetching_ahead_needs_an_allowance_where_lru_does_not_have_the_page():
     shadow = shadow_of(4)
     shadow.restart([1, 2, 3, 4])
-    shadow.left(1)
+    shadow.leave([1])
     assert shadow.allowance == 0
     assert not shadow.may_load(9)
     assert shadow.may_load(1), "LRU would not have to fetch it"

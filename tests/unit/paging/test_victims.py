@@ -34,12 +34,12 @@ def test_a_training_lets_those_leave_that_the_policy_says(tmp_path, in_backward)
 
 def test_changes_that_nobody_asks_after_are_not_kept_for_ever(tmp_path):
     pages = Pages(tmp_path)
-    with mock.patch("megascale_omni.paging.victims.MOST_CHANGES", 20):
+    with mock.patch("megascale_omni.paging.pager.MOST_CHANGES", 20):
         numbers = compare_choices(pages.manager.pager)
         for _ in range(30):
             for expert in (3, 4, 5):
                 pages.read(expert)
-        assert len(pages.manager.pager.victims._changed) <= 20
+        assert len(pages.manager.pager.victims.changed) <= 20
         pages.check()
     assert sum(numbers) > 3
     pages.manager.close()

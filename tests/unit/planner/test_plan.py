@@ -330,7 +330,7 @@ def test_this_machine_is_measured_with_the_models_own_sizes(tmp_path, capsys):
     assert not list(tmp_path.iterdir()), "nothing is left behind"
     card_ = read_model(f"{flags} --bf16")
     with batches_of(RECORDED):
-        device = measure_here(card_, page_bytes=64 * KIB)
+        device = measure_here(card_, page_bytes=64 * KIB).device
         slow, fast = (
             paging_efficiency(card_, Disk.of(rate), here=device, page_bytes=64 * KIB, folder=tmp_path)
             for rate in (1e6, 1e15)

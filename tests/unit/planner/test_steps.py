@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.recorder import Recorder, described
 from megascale_omni.paging.trace import Op, Trace, read_trace
-from megascale_omni.planner.state import RankState
+from megascale_omni.planner.models import model_card
+from megascale_omni.planner.state import RankState, rank_state
 from megascale_omni.planner.steps import Steps, Work, has_few_pages, wave_pages
 from megascale_omni.planner.traffic import step_traffic
 from scripts.measurements.paging_model import ALL, Model, Task, Trained, batches_of
@@ -74,3 +77,35 @@ def test_a_plan_moves_what_a_run_moves(tmp_path):
         planned = step_traffic(state, work, budget_bytes=int(0.3 * state.total_bytes)).all
     found = (moved[-1] - moved[3]) / (task.steps - 4)
     assert planned.loaded_bytes + planned.written_bytes == pytest.approx(found, rel=0.08)
+
+
+def test_experts_that_routers_chose_are_those_of_the_steps():
+    """Forward by forward, over and over; layers of a smaller model stand for those next to them."""
+    model = described(_state(modules=4).modules)
+    routed = (((0,), (1, 2)), ((3,), (0, 1, 2, 3)))
+    trace = Steps(model, Work(1, 0.5, routed=routed), batch=1, seed=0).trace(3)
+    for step, (first, second) in enumerate((*routed, routed[0]), start=1):
+        numbers = [numbers for op, numbers in events(trace, step) if op is Op.VISIT]
+        forward = [tuple(visit[3:]) for visit in numbers[:4]]
+        assert forward == [first, first, second, second]
+
+
+def test_what_a_plan_moves_follows_what_routers_chose():
+    state = _state(modules=2)
+    budget = state.total_bytes // 2
+    few, all_ = (((0, 1),) * 2,), (tuple(range(4)),) * 2
+    found = [
+        step_traffic(state, Work(1, 1.0, routed=routed), budget_bytes=budget).all.loaded_bytes
+        for routed in (few, (all_,))
+    ]
+    assert 0 <= found[0] < found[1]
+    with mock.patch("megascale_omni.planner.traffic.has_few_pages", return_value=False):
+        coarse = step_traffic(state, Work(1, 1.0, routed=few), budget_bytes=budget).all.loaded_bytes
+    assert coarse > found[0], "pieces are not experts"
+
+
+def _state(*, modules: int) -> RankState:
+    """Modules of four experts, a page each."""
+    sizes = {"num_layers": modules, "hidden_size": 32, "num_attention_heads": 1, "num_experts": 4}
+    card = model_card({**sizes, "moe_ffn_hidden_size": 32, "disable_bias_linear": True}, name="small")
+    return rank_state(card, page_bytes=64 * 1024, expert_parallel=1, pipeline_parallel=1, fp32_gradients=True)
