@@ -234,6 +234,8 @@ class ExpertManager:
 
         A page without contents should not leave: create pages when they are about to be written, and few at a time.
         """
+        if self.whole.unsettled:  # pages may be there that nobody has written to
+            self.whole.settle()
         new: np.ndarray = page_ids[self.table.tier[page_ids] == ABSENT]
         made = 0
         try:
