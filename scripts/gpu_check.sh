@@ -2,11 +2,12 @@
 # What needs an accelerator, in pieces that fit a limit of time: tests in tests/gpu, file by file, then the rows of
 # `measure.py kernels` that are measured on one.
 #     bash scripts/gpu_check.sh [--seconds 540] [--out docs/benchmarks] [--tests | --rows] [--again] [--row K5] ...
-# What has passed or has a value is kept: where the time is up (exit status 3), the same command goes on from there.
-# `--again` begins anew. Files that passed are those of the same sources. Uses the Python that is active (PYTHON names
-# another); nothing is installed or fetched.
-# Writes OUT/<name of the accelerator>.json, .md (the table), .passed and .log. Exit status: 0 all passed and met,
-# 1 something failed or is not met, 2 no accelerator, or a package is missing, 3 the time is up.
+# What has passed or has a value is kept, test by test and row by row: where the time is up (exit status 3), the same
+# command goes on from there. Three times 540 s should be enough: kernels are compiled in the first (Triton keeps them).
+# `--again` begins anew. What passed is of the same sources. Uses the Python that is active (PYTHON names another), with
+# torch for the accelerator, triton, numpy, pytest, hypothesis, and for the rows K9 megatron-core; nothing is installed.
+# Writes OUT/<name of the accelerator>.json, .md (the table), .passed, .seconds (used so far) and .log. Exit status: 0 all
+# passed and met, 1 something failed or is not met, 2 no accelerator, or a package is missing, 3 the time is up.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -52,8 +53,10 @@ fi
 
 mkdir -p "$out" || exit 1
 base=$out/${name//[^A-Za-z0-9]/-}
-[[ -n $again ]] && rm -f "$base".{json,md,passed}
+[[ -n $again ]] && rm -f "$base".{json,md,passed,seconds} "$base".passed.*
 failed=() unfinished=
+before=$(cat "$base.seconds" 2>/dev/null || echo 0)
+trap 'echo $((before + SECONDS)) >"$base.seconds"' EXIT
 
 # Runs a command in what is left of the time; 124 where that was not enough.
 within() {
@@ -64,6 +67,7 @@ within() {
 
 if [[ $parts == *" tests "* ]]; then
     sources=$(find megascale_omni triton_kernels/ scripts/measurements tests/gpu -name '*.py' -print0 | sort -z | xargs -0 cat | sha256sum | cut -c1-16)
+    export MEGASCALE_GPU_PASSED=$(realpath "$out")/${base##*/}.passed.$sources
     for file in tests/gpu/test_*.py; do
         grep -qsxF "$file $sources" "$base.passed" && { echo "$file passed before"; continue; }
         within "$python" -m pytest -q "$file" 2>&1 | tee -a "$base.log"
@@ -101,8 +105,9 @@ fi
 
 ((${#failed[@]})) && printf 'gpu_check FAILED: %s\n' "${failed[*]}"
 if [[ -n $unfinished ]]; then
-    printf 'gpu_check: the %d s were up at %s; run it again to go on\n' "$limit" "$unfinished"
+    printf 'gpu_check: the %d s were up at %s (%d s so far); run it again to go on\n' \
+        "$limit" "$unfinished" "$((before + SECONDS))"
     exit 3
 fi
 ((${#failed[@]})) && exit 1
-echo "gpu_check passed; tables are in $base.md"
+echo "gpu_check passed; tables are in $base.md ($((before + SECONDS)) s in all)"

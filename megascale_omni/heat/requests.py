@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 REQUESTS = "requests.jsonl"
 Answer = dict[str, Any]
+"""What a rank says: ``id`` of the request, ``step``, and ``done`` or ``error``."""
 
 
 def answers_of(folder: str | Path, rank: int) -> Path:
@@ -53,8 +54,11 @@ class RequestReader:
         self._read += len(whole)
         for line in whole.splitlines():
             answer = self._answer(line)
-            with self._answers.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**answer, "step": self._manager.schedule.moment.step}) + "\n")
+            try:
+                with self._answers.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**answer, "step": self._manager.schedule.moment.step}) + "\n")
+            except OSError as error:  # it was done all the same
+                logger.error("%s cannot be written: %s", self._answers, error.strerror)
 
     def _answer(self, line: bytes) -> Answer:
         try:

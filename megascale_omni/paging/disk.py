@@ -1,7 +1,8 @@
 """The disk tier: one scratch file, every page at a place of its own.
 
 [Note: scratch file]
-The file is preallocated, so that a full disk is an error at start and not in mid-run, and has no name: it is opened
+The file is preallocated, so that a full disk is an error at start and not in mid-run (where device and host memory have
+room for every page nothing need ever be written, and it takes no space until it is), and has no name: it is opened
 nameless where the file system can (O_TMPFILE) and unlinked at once otherwise, so that nothing is left behind whatever
 ends the process. Reads and writes are direct where the file system allows it: going through the page cache would make
 the cache grow by the whole state. Every page has a checksum, taken when it is written and checked when it is read;
@@ -62,7 +63,7 @@ class DiskFile:
         self._fd, self.direct = _open_nameless(self.folder)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # the system does it, after the last thread
-        self._size = 0
+        self._size = self._filled = 0
         self._sums: dict[int, int] = {}
         self._seals: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -71,34 +72,52 @@ class DiskFile:
 
     @property
     def size(self) -> int:
-        """Bytes reserved."""
+        """Bytes reserved or promised."""
         return self._size
 
     def reserve(self, nbytes: int) -> int:
         """Adds ``nbytes`` to the file, on disk at once; the offset of the first of them."""
-        offset = self._size
+        offset = self.promise(nbytes)
+        self.fill()
+        return offset
+
+    def promise(self, nbytes: int) -> int:
+        """The same, but that disk space is taken when something is written there, or by :meth:`fill`."""
+        offset, self._size = self._size, self._size + nbytes
+        return offset
+
+    def fill(self) -> None:
+        """Takes disk space for all that was promised.
+
+        Raises:
+            ValueError: there is not enough of it. Where nothing was written to what was promised, that is forgotten.
+        """
+        nbytes = self._size - self._filled
+        if not nbytes:
+            return
         system = os.statvfs(self.folder)
         free = system.f_bavail * system.f_frsize
         try:
             if nbytes > free:  # asked first, lest the disk is full for others until the call fails
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(self._fd, offset, nbytes)
+            os.posix_fallocate(self._fd, self._filled, nbytes)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            os.ftruncate(self._fd, offset)
+            full, size = error.errno in (errno.ENOSPC, errno.EDQUOT), self._size
+            if all(offset < self._filled for offset in self._sums):  # nothing is there yet
+                os.ftruncate(self._fd, self._filled)
+                self._size = self._filled
             limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
             if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
                 raise ValueError(
-                    f"disk path {self.folder} cannot hold the experts' pages: {offset + nbytes} bytes are needed, and "
+                    f"disk path {self.folder} cannot hold the experts' pages: {size} bytes are needed, and "
                     f"a file of this process may have {limit} (RLIMIT_FSIZE); raise that limit (ulimit -f)"
                 ) from error
             raise ValueError(
                 f"disk path {self.folder} {'has no room for' if full else 'cannot hold'} the experts' pages: "
-                f"{offset + nbytes} bytes are needed, {free} are free ({os.strerror(error.errno or 0)}); "
+                f"{size} bytes are needed, {free} are free ({os.strerror(error.errno or 0)}); "
                 "free some, or give another --megascale-disk-path"
             ) from error
-        self._size += nbytes
-        return offset
+        self._filled = self._size
 
     def write(
         self, offset: int, slot: torch.Tensor, *, name: Callable[[], str], seal: tuple[int, int] | None = None

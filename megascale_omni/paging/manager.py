@@ -111,7 +111,7 @@ class ExpertManager:
         ids = self.ids(module, plane, range(module.entry.num_experts))
         self.table.class_index[ids] = self.table.index_of(slot_class)
         if self.pager.tiers.disk is not None:
-            offset = self.pager.tiers.disk.reserve(len(ids) * slot_class.nbytes)
+            offset = self.pager.tiers.disk.promise(len(ids) * slot_class.nbytes)
             self.table.disk_offset[ids] = offset + np.arange(len(ids)) * slot_class.nbytes
             self.shares.apply()
 

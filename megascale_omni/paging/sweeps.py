@@ -70,7 +70,11 @@ class Sweeps:
                 self.visits.reached(module, items[-1])
                 self.visits.ask(module, needed.after_group(number))
                 fresh = frozenset((key.expert, key.slice) for key in map(manager.key, new.tolist()))
+                for observer in manager.observers:
+                    observer.working(module.entry.module)
                 yield Wave(items=items, leases=leases, fresh=fresh)
+                for observer in manager.observers:
+                    observer.worked(module.entry.module)
                 new = new[:0]
             finally:
                 for lease in leases.values():

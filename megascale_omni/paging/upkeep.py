@@ -143,6 +143,7 @@ class Upkeep:
         manager = self._manager
         manager.pager.settle()
         host = wanted[1] or manager.options.host_budget
+        manager.shares.take_disk(wanted[0], host)
         manager.options = replace(manager.options, device_budget=wanted[0], host_budget=host)
         manager.shares.apply()
         for slot_class in manager.arena.slot_classes():

@@ -33,6 +33,11 @@ class Running(Kept):
         return wait_for_answers(self.folder, number, ranks=1, seconds=0)[0]
 
 
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch):
+    monkeypatch.setattr("megascale_omni.heat.observation.draw_report", lambda folder: [])
+
+
 @pytest.fixture
 def running(tmp_path):
     found = Running(tmp_path)

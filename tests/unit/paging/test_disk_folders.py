@@ -5,14 +5,18 @@ import logging
 import os
 import resource
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megascale_omni.paging import disk as module
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.disk import DiskFile, file_system_of
 from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.paging.tiers import Arena
+from scripts.measurements.paging_model import Model, Task, Trained, batches_of, train
 
 SLOT = SlotClass(torch.float32, 3000)  # 12 KiB: three blocks
 NAME = "weight page of layer, expert 3, slice 1"
@@ -190,3 +194,26 @@ def test_where_the_system_does_not_say_the_file_system_is_unknown(monkeypatch, t
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert file_system_of(tmp_path) == "unknown"
+
+
+def test_where_memory_holds_every_page_the_disk_need_not(tmp_path):
+    """The file is as long as all pages, and has no blocks until memory becomes less."""
+    task = Task(modules=1, experts=6, active=4, steps=2)
+    with batches_of(task):
+        model = Model(task, PagingOptions(Budget(fraction=0.5), Budget(fraction=0.5), tmp_path, checksum="crc32"))
+    disk, found = model.manager.pager.tiers.disk, Trained()
+    assert disk is not None
+    with batches_of(task):
+        model.step(1, found)
+        assert disk.size > 0
+        assert os.fstat(disk._fd).st_blocks * 512 < disk.size / 4, "classes are rounded to slots, one or two a class"
+        with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "full")):
+            with pytest.raises(ValueError, match="has no room for the experts' pages"):
+                model.manager.resize(Budget(fraction=0.3))
+            assert model.manager.options.device_budget == Budget(fraction=0.5), "as it was"
+        model.manager.resize(Budget(fraction=0.3))
+        assert os.fstat(disk._fd).st_blocks * 512 >= disk.size
+        model.step(2, found)
+        model.export(found)
+    model.manager.close()
+    assert not found.differs_from(train(task))
