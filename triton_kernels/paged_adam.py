@@ -62,6 +62,9 @@ def paged_adam(
             return
     number = tl.program_id(0)
     row = segments + tl.load(blocks + 2 * number) * COLUMNS
+    first, count = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
+    if count == 0:
+        return
     start = count_at(blocks + 2 * number + 1, ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count_at(row + 5, ALIGNED) - start
@@ -79,7 +82,6 @@ def paged_adam(
         gradient = tl.load(g_at, mask=mask & (given != 0), other=0.0).to(tl.float32)
         if CLIP:
             gradient = gradient * clip
-    first, count = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
     for step in range(count):
         scalars = records + (first + step) * SCALARS
         weight_decay = tl.load(scalars)
@@ -104,16 +106,25 @@ def paged_adam(
 
 
 def launch_adam(
-    segments: Sequence[AdamSegment], *, decoupled: bool, clip: float | None = None, stop: torch.Tensor | None = None
+    segments: Sequence[AdamSegment],
+    *,
+    decoupled: bool,
+    clip: float | None = None,
+    stop: torch.Tensor | None = None,
+    due: torch.Tensor | None = None,
 ) -> None:
     """Steps segments in one launch; see :func:`paged_adam`. Gradients are multiplied by ``clip`` where it is given.
 
-    Nothing changes where the device finds ``stop`` (int32 ``[1]``) not to be 0.
+    Nothing changes where the device finds ``stop`` (int32 ``[1]``) not to be 0. ``due`` int64 ``[segments]``: how many
+    of its records a segment takes, the last ones, as the device finds.
 
     Raises:
         ValueError: a tensor that does not fit, a gradient without moments, a moment without the other one.
     """
-    segments = [s for s in segments if s.p.numel() and s.records]
+    if due is not None:
+        require("due", due, dtype=torch.int64, device=due.device, shape=(len(segments),))
+    elif not all(s.p.numel() and s.records for s in segments):
+        segments = [s for s in segments if s.p.numel() and s.records]
     if not segments:
         return
     for segment in segments:
@@ -132,8 +143,13 @@ def launch_adam(
         addresses = [0 if t is None else t.data_ptr() for t in (s.p, s.m, s.v, s.g, s.weight)]
         table[number] = (*addresses, s.p.numel(), records.place(s.records), len(s.records))
     blocks = blocks_of(table[:, 5], BLOCK)
+    there = upload(device, table, blocks, records.table())
+    if due is not None:
+        require("due", due, dtype=torch.int64, device=device)
+        there[0][:, 6] += there[0][:, 7] - due
+        there[0][:, 7] = due
     paged_adam[(len(blocks),)](
-        *upload(device, table, blocks, records.table()),
+        *there,
         1.0 if clip is None else clip,
         stop,
         DECOUPLED=decoupled,

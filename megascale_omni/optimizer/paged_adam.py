@@ -22,6 +22,7 @@ from megascale_omni.optimizer.arithmetic import AdamArithmetic
 from megascale_omni.optimizer.coming import ComingStep
 from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History
+from megascale_omni.optimizer.replay_ahead import ReplayAhead
 from megascale_omni.optimizer.state_sweeps import MOMENTS, PageStep, StateSweeps, forget_gradients
 from megascale_omni.optimizer.together import Together
 from megascale_omni.paging.leases import PagedModule
@@ -98,7 +99,7 @@ class PagedAdam:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
             waits = self.shards.size == 1 or self.fetcher is not None
-            manager.set_catch_up(experts.pages, self if waits else None)
+            manager.set_catch_up(experts.pages, self if waits else None, ahead=ReplayAhead(self))
             experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
@@ -155,7 +156,7 @@ class PagedAdam:
             step: PageStep = partial(self._step_page, experts, clip=clip)
             replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
             if together is not None:
-                step = replay = partial(self._note_page, experts, together)
+                step = replay = partial(self.note_page, experts, together)
             self._sweeps.each(experts, stepped, step, also=(Plane.GRADIENT, *MOMENTS))
             forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
             kept = not experts.manager.pager.can_evict
@@ -219,10 +220,10 @@ class PagedAdam:
     ) -> None:
         """The coming step of a page, which stays as it is where the device finds ``stop`` not to be 0."""
         alone = Together(experts, self.arithmetic)
-        self._note_page(experts, alone, name, pages, coming=True)
+        self.note_page(experts, alone, name, pages, coming=True)
         alone.launch(stop=stop)
 
-    def _note_page(
+    def note_page(
         self,
         experts: PagedExperts,
         together: Together,
@@ -298,6 +299,8 @@ class PagedAdam:
         experts = self._by_module.get(module.entry.module)
         if experts is None:
             return
+        if experts.manager.whole.unsettled:
+            experts.manager.whole.settle()
         last_steps = experts.manager.table.last_step[page_ids]
         if self.is_open and (last_steps > self.num_steps).any():
             raise RuntimeError(
@@ -318,13 +321,9 @@ class PagedAdam:
         if together is not None:
             together.launch()
 
-    def is_current(self, module: PagedModule) -> bool:
-        """Whether no weight page of a module has missed a step, and none has taken the coming one."""
-        experts = self._by_module.get(module.entry.module)
-        if experts is None:
-            return True
-        ids = experts.manager.ids(module, Plane.WEIGHT, range(experts.num_experts))
-        return not self.is_open and bool((experts.manager.table.last_step[ids] >= self.num_steps).all())
+    def experts_of(self, module: PagedModule) -> PagedExperts | None:
+        """The experts of a module, where this optimizer steps them."""
+        return self._by_module.get(module.entry.module)
 
     def is_behind(self, module: PagedModule, page_ids: np.ndarray) -> np.ndarray:
         """Mask: which weight pages of a module have missed a step."""
@@ -365,7 +364,7 @@ class PagedAdam:
         planes += MOMENTS if self._has_moments(experts, name) else ()
         replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
         if together is not None:
-            replay = partial(self._note_page, experts, together)
+            replay = partial(self.note_page, experts, together)
         self._sweeps.one(experts, name, replay, planes=planes)
 
     def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:

@@ -77,10 +77,6 @@ class CatchesUp(Protocol):
         """Brings weight pages of a module up to date; called before they are read."""
         ...
 
-    def is_current(self, module: PagedModule) -> bool:
-        """Whether no weight page of a module has anything to catch up."""
-        ...
-
     def is_behind(self, module: PagedModule, page_ids: np.ndarray) -> np.ndarray:
         """Mask: which weight pages would be worked on, together with their state."""
         ...

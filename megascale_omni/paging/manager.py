@@ -34,7 +34,7 @@ from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
 from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena
 from megascale_omni.paging.upkeep import Upkeep
-from megascale_omni.paging.whole import WholeModules
+from megascale_omni.paging.whole import CatchesUpAhead, WholeModules
 from megascale_omni.schedule import Phase, Schedule
 
 
@@ -210,9 +210,15 @@ class ExpertManager:
 
     # -- catching up ---------------------------------------------------------------------------------------------------
 
-    def set_catch_up(self, module: PagedModule, catches_up: CatchesUp | None) -> None:
-        """Who knows what the module's weight pages have missed: the optimizer that steps them."""
+    def set_catch_up(
+        self, module: PagedModule, catches_up: CatchesUp | None, *, ahead: CatchesUpAhead | None = None
+    ) -> None:
+        """Who knows what the module's weight pages have missed: the optimizer that steps them.
+
+        ``ahead`` knows it where the host has not heard which experts have tokens (None: nobody does).
+        """
         self._catches_up.pop(module.entry.module, None)
+        self.whole.catch_up_by(module, ahead, needed=catches_up is not None)
         if catches_up is not None:
             self._catches_up[module.entry.module] = catches_up
 
@@ -221,11 +227,6 @@ class ExpertManager:
         known = self._catches_up.get(module.entry.module)
         if known is not None:
             known.catch_up(module, page_ids)
-
-    def is_current(self, module: PagedModule) -> bool:
-        """Whether :meth:`catch_up` would do nothing for any page of a module."""
-        known = self._catches_up.get(module.entry.module)
-        return known is None or known.is_current(module)
 
     def are_behind(self, module: PagedModule, groups: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Of groups of weight pages those that :meth:`catch_up` would work on."""

@@ -112,9 +112,6 @@ def test_the_state_of_weights_that_are_behind_is_on_its_way_before_a_wave_comes_
     late, here = {1, 2}, dict[int, bool]()
 
     class Optimizer:
-        def is_current(self, module):
-            return False
-
         def is_behind(self, module, page_ids):
             return np.array([pages.manager.key(i).expert in late for i in page_ids.tolist()], dtype=bool)
 
