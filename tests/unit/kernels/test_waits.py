@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megascale_omni.experts.combine import Combine
 from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
@@ -344,6 +345,23 @@ def test_who_must_know_at_once_does_not_go_ahead():
         computed(experts, EVEN[:2], ahead=True)
     with pytest.raises(RuntimeError, match="need an index"):
         kernel_experts()(torch.randn(2, HIDDEN), Late(torch.tensor([1, 1, 0, 0])))
+
+
+def test_outputs_that_are_weighted_when_they_are_summed_go_ahead_too(seed):
+    found = []
+    index_Tk = torch.tensor(EVEN[:5])
+    combine = Combine.of_routing(index_Tk, each=True)
+    for ahead in (False, True):
+        torch.manual_seed(seed)
+        experts, Late.waits = kernel_experts(rows=16, ffn=16), 0
+        x, weights = leaf(torch.randn(5, HIDDEN)), leaf(torch.rand(5, TOPK))
+        coming = Late(torch.bincount(index_Tk.reshape(-1), minlength=4))
+        weights_N = weights.reshape(-1).index_select(0, combine.order_N)
+        y = experts(x, coming if ahead else coming.wait(), weights_N, combine.token_N, combine)
+        y.square().sum().backward()
+        assert Late.waits == (not ahead)
+        found.append({"y": y.detach(), "x": grad_of(x), "weights": grad_of(weights), **gradients(experts)})
+    assert differences(found[1], found[0]) == []
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
