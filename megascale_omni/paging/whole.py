@@ -159,13 +159,13 @@ class WholeModules:
         ids = np.concatenate([manager.ids(module, plane, experts) for plane in planes])
         gradients, written_E = None, None
         new: list[int] = []
+        self.unsettled = True
         if create is not None:
             written_E, new = self._make(module, create)
             gradients = self._table(module, create)
             manager.before_write(manager.ids(module, create, experts))
         weights = self._table(module, Plane.WEIGHT)
         manager.table.pin(ids)
-        self.unsettled = True
         try:
             caught_up = self._catch_up(module, coming)
             call = _Call(module, coming, num_rows, tuple(planes), phase, create, caught_up, computed=False)
