@@ -35,11 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flops", type=float, metavar="N", help="FLOP/s that products reach, instead of the device's")
     parser.add_argument("--disk-bandwidth", metavar="RATE", help="bytes a second, or auto: measure --disk-path")
     parser.add_argument("--disk-path", default=".", metavar="DIR", help="where auto measures (default: here)")
-    parser.add_argument("--page-size", default="16MiB", metavar="SIZE")
+    parser.add_argument(
+        "--page-size", default="16MiB", metavar="SIZE", help="as in --megascale-page-size (default 16MiB)"
+    )
     parser.add_argument("--budget", metavar="SIZE", help="plan for this device budget instead of advising one")
-    parser.add_argument("--expert-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--expert-parallel", type=int, default=1, metavar="N", help="ranks that share a layer's experts (default 1)"
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N", help="ranks that share the layers (default 1)"
+    )
+    parser.add_argument(
+        "--data-parallel", type=int, default=1, metavar="N", help="ranks that share a batch (default 1)"
+    )
     parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
     parser.add_argument("--trace", metavar="FILE", help="of a run of this model: what a step moves follows from it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

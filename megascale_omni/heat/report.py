@@ -60,7 +60,9 @@ class ReportWriter:
             self._path = Path(folder) / f"rank{rank}.jsonl"
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"report folder {folder} cannot be written: {error.strerror}; give another one") from error
+            raise ValueError(
+                f"report folder {folder} cannot be written: {error.strerror}; give another one (--megascale-report)"
+            ) from error
         self._described = ""
         self._told = self._looked = 0  # newest step with a line, and with a look
         self._start = time.monotonic()

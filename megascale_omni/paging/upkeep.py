@@ -68,8 +68,8 @@ class Upkeep:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.resize`."""
         if self._manager.pager.tiers.disk is None:
             raise ValueError(
-                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
-                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
+                "pages cannot have another budget: the run has none, and every page stays in device memory; start it "
+                "with --megascale-device-budget and --megascale-disk-path (100% keeps all pages until it is resized)"
             )
         check_budget(budget, class_needs(self._manager.modules))
         self._resize_to = budget, host or (self._resize_to or (None, None))[1]

@@ -109,8 +109,8 @@ def _compare_scripts(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog="-- FLAGS: of the trainer")
-    parser.add_argument("--preset", choices=PRESETS, default="coarse")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--preset", choices=PRESETS, default="coarse", help="a model of configs/ (default coarse)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each run, expert-parallel (default 1)")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each run (default 20)")
     parser.add_argument("--repeats", type=int, default=5, help="blocks that the steps are divided into (default 5)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before measuring (default 3)")

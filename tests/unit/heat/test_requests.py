@@ -6,6 +6,7 @@ from megascale_omni import cli
 from megascale_omni.config import ObserveConfig
 from megascale_omni.heat.observation import Observation
 from megascale_omni.heat.requests import REQUESTS, answers_of, ask, wait_for_answers
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.planes import Plane
 from tests.unit.heat.test_heat import QUICK, Kept
 from tests.unit.paging.small import SLOT, one_page_a_batch
@@ -52,6 +53,15 @@ def test_requests_are_done_in_their_order_when_a_step_has_ended(running):
     assert running.limit() == 3
     assert [running.answer(number)["done"].startswith("pages have") for number in ids] == [True, True]
     running.pages.check()
+
+
+def test_host_memory_is_asked_for_alone(running):
+    pages = running.pages
+    pages.manager.resize(Budget(fraction=0.5))
+    number = ask(running.folder, what="resize", device=None, host="50%")
+    running.end_step()
+    assert "done" in running.answer(number)
+    assert running.limit() == pages.manager.pager.tiers.host.limit(pages.slot_class) == 3
 
 
 def test_compaction_is_asked_for(running):

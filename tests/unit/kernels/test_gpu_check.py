@@ -55,6 +55,12 @@ def check(tmp_path):
     return run
 
 
+def test_help_says_what_it_does_and_runs_nothing(check):
+    status, said, calls = check({}, "--help")
+    assert (status, calls) == (0, [])
+    assert "bash scripts/gpu_check.sh [--seconds 540]" in said
+
+
 def test_without_an_accelerator_or_a_package_nothing_is_run(check):
     status, said, calls = check({}, accelerator="")
     assert (status, calls) == (2, [])
