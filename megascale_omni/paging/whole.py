@@ -156,7 +156,7 @@ class WholeModules:
         """One wave of all pages of a module; as :meth:`ExpertManager.waves`, for at most ``num_rows`` rows."""
         manager = self._manager
         while self._calls and self._calls[0].coming.have_come:
-            self._hear(self._calls.popleft())
+            self._hear_next()
         experts = range(module.entry.num_experts)
         ids = np.concatenate([manager.ids(module, plane, experts) for plane in planes])
         gradients, written_E = None, None
@@ -197,9 +197,7 @@ class WholeModules:
     def _make(self, module: PagedModule, plane: Plane) -> tuple[torch.Tensor, list[int]]:
         """Gives every expert gradient pages; what the device knows of them, and the ids of those that are new."""
         manager, state = self._manager, self._gradients.setdefault(module.entry.module, _Gradients())
-        if (
-            state.torn
-        ):  # the device may have noted tokens that no kernel has added to a page: what it knows is made anew
+        if state.torn:  # the device may have noted tokens that no kernel has added to a page: it is told anew
             self.settle()
             state.torn, self.unsettled = False, True
         ids = manager.ids(module, plane, range(module.entry.num_experts))
@@ -236,11 +234,15 @@ class WholeModules:
         if self._calls:
             self._calls[-1].coming.wait()
         while self._calls:
-            self._hear(self._calls.popleft())
+            self._hear_next()
         for number, state in self._gradients.items():
             if state.provisional:
                 self._drop(self._manager.modules[number], sorted(state.provisional))
         self.unsettled = False
+
+    def _hear_next(self) -> None:
+        self._hear(self._calls[0])  # numbers that cannot be are heard of again: gradients have something of them
+        self._calls.popleft()
 
     def _hear(self, call: _Call) -> None:
         manager, entry = self._manager, call.module.entry

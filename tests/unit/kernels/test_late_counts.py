@@ -55,10 +55,31 @@ def test_a_page_that_nobody_wrote_is_new_to_who_makes_it():
     assert experts.manager.create_ids(experts.pages, Plane.GRADIENT, ids).tolist() == ids[:slices].tolist()
 
 
-def test_numbers_that_cannot_be_are_told_until_gradients_are_dropped():
+class Strange(Late):
+    """Numbers with a token of an expert that is not there."""
+
+    def wait(self) -> list[int]:
+        super().wait()
+        raise ValueError("the router chose expert 9 of 4")
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_numbers_that_cannot_be_are_told_to_all_who_ask_for_gradients(monkeypatch, last):
+    experts = kernel_experts()
+    computed(experts, [[0]], ahead=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.unit.kernels.test_waits.Late", Strange)
+        computed(experts, [[0, 1]], ahead=True)
+    if not last:
+        computed(experts, [[0]], ahead=True)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="the router chose expert 9 of 4"):
+            experts.manager.present(experts.pages, Plane.GRADIENT)
+
+
+def test_more_tokens_than_there_is_room_for_are_told_of_as_long_as_somebody_asks():
     experts = kernel_experts()
     computed(experts, [[0, 1, 2, 3], [0, 1, 2]], ahead=True)
-    for _ in ("forward", "backward"):
+    for _ in range(3):
         with pytest.raises(RuntimeError, match="nothing of them was computed"):
             experts.manager.present(experts.pages, Plane.GRADIENT)
-    assert not experts.manager.present(experts.pages, Plane.GRADIENT).any(), "pages that nobody wrote"
