@@ -123,8 +123,8 @@ def measure(active: int, *, task: Task = TASK) -> Few:
         f"{planned.optimizer.compute_seconds:.2f} s beside io {planned.optimizer.io_seconds:.2f} s: {found.share:.2f}"
     )
     say(
-        f"    moved a step: {loaded / MIB:.0f} MiB in ({late:.0f} pages late), {written / MIB:.0f} MiB out, for which the "
-        f"disk needs {disk.seconds(loaded, written):.2f} s; who knows every draw beforehand moves "
+        f"    moved a step: {loaded / MIB:.0f} MiB in ({late:.0f} pages late), {written / MIB:.0f} MiB out: "
+        f"the disk needs {disk.seconds(loaded, written):.2f} s; who knows every draw beforehand moves "
         f"{planned.loaded_bytes / MIB:.0f} and {planned.written_bytes / MIB:.0f} MiB"
     )
     return found
