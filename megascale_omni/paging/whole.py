@@ -197,9 +197,7 @@ class WholeModules:
     def _make(self, module: PagedModule, plane: Plane) -> tuple[torch.Tensor, list[int]]:
         """Gives every expert gradient pages; what the device knows of them, and the ids of those that are new."""
         manager, state = self._manager, self._gradients.setdefault(module.entry.module, _Gradients())
-        if (
-            state.torn
-        ):  # the device may have noted tokens that no kernel has added to a page: what it knows is made anew
+        if state.torn:  # the device may have noted tokens that no kernel has added to a page: it is told anew
             self.settle()
             state.torn, self.unsettled = False, True
         ids = manager.ids(module, plane, range(module.entry.num_experts))

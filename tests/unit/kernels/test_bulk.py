@@ -1,5 +1,6 @@
 """Many pages, gradients or rows at once: kernels make the bits that torch makes one by one, where runs use them."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,34 @@ def test_a_copy_for_a_checkpoint_is_compared_with_the_page(tmp_path, bulk, monke
         PageIoError, match=r"copying the weight page of experts, expert 1, slice 0 from the device failed"
     ):
         pages.manager.page_copy(pages.id(1))
+
+
+def test_a_checksum_is_taken_on_the_device_that_has_the_page_whatever_thread_asks(tmp_path, bulk, monkeypatch):
+    current, launched = [0], list[int]()  # a new thread begins with the first device
+
+    @contextmanager
+    def second(device):
+        assert device == torch.device("cuda:1")
+        current[0] = 1
+        yield
+        current[0] = 0
+
+    monkeypatch.setattr(torch.cuda, "device", second)
+    with readers.launching_on(torch.device("cuda:1")):
+        assert current == [1]
+    with readers.launching_on(CPU):
+        assert current == [0]
+    plain = bulk.checksums
+
+    def checksums(pages):
+        launched.append(current[0])
+        return plain(pages)
+
+    monkeypatch.setattr(bulk, "checksums", checksums)
+    monkeypatch.setattr(readers, "launching_on", lambda device: second(torch.device("cuda:1")))
+    monkeypatch.setattr(managers, "bulk_for", lambda device: bulk)
+    Pages(tmp_path, experts=1, slots=1).manager.page_copy(0)
+    assert launched == [1]
 
 
 def test_pages_that_compaction_moves_are_copied_together(tmp_path, bulk, monkeypatch):
