@@ -1,6 +1,7 @@
 """Many pages, gradients or rows at once: kernels make the bits that torch makes one by one, where runs use them."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.kernels import bulk as kernels
 from megascale_omni.kernels.bulk import KernelBulk
+from megascale_omni.optimizer.together import Together
 from megascale_omni.paging import manager as managers
 from megascale_omni.paging import readers
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.copies import FEWEST, StreamCopier
 from megascale_omni.paging.disk import DiskFile, PageIoError
 from megascale_omni.paging.manager import PagingOptions
+from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import aligned_empty
 from scripts.measurements.paging_model import Task, train
 from tests.unit.experts.paged import small_experts
@@ -239,3 +242,22 @@ def test_pages_that_compaction_moves_are_copied_together(tmp_path, bulk, monkeyp
     assert moved == 8
     assert launched == [4], "those at the ends of chains are one or two, and copied one by one"
     pages.check()
+
+
+def test_gradients_of_pages_that_are_stepped_together_are_clipped_in_one_launch(bulk, monkeypatch):
+    launched, experts, seen = counted(monkeypatch, "scale_groups"), small_experts(), list[torch.Tensor]()
+    experts.manager.bulk = bulk
+    arithmetic = SimpleNamespace(
+        steps_together=lambda device: True,
+        advance_all=lambda segments, *, clip, stop, due: seen.extend(segment.g for segment in segments),
+    )
+    together = Together.of(experts, arithmetic, clip=0.37)  # type: ignore[arg-type]
+    assert together is not None
+    given = [torch.randn(100) for _ in range(3)]
+    expected = [gradient * 0.37 for gradient in given]
+    for expert, gradient in enumerate(given):
+        pages = {Plane.WEIGHT: torch.zeros(100), Plane.GRADIENT: gradient}
+        together.add((expert, 0), pages, [(slice(0, 60), ()), (slice(60, 100), ())], step=1)
+    together.launch()
+    assert launched == [1], "one group of three"
+    assert all(map(torch.equal, (torch.cat(seen[n : n + 2]) for n in (0, 2, 4)), expected))
