@@ -101,6 +101,35 @@ def test_the_group_that_is_current_is_brought_before_later_ones_and_is_not_sent_
     assert pages.counts["page_faults"] - before["page_faults"] <= 1
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["when it is let go of", "with the next page at hand"])
+def test_a_used_gradient_is_written_for_nothing_unless_it_goes_before_room_is_made(tmp_path, monkeypatch, at_once):
+    pages = Pages(tmp_path, experts=6, slots=4, planes=BOTH)
+    names = [(expert, 0) for expert in range(6)]
+    for expert in range(6):
+        pages.create(expert, Plane.GRADIENT)
+    manager, used, in_vain = pages.manager, list[int](), list[int]()
+    start = manager.pager.departures._start
+
+    def started(page_id: int, *, to_disk: bool = False) -> bool:
+        in_vain.extend({page_id} & set(used))
+        return start(page_id, to_disk=to_disk)
+
+    monkeypatch.setattr(manager.pager.departures, "_start", started)
+
+    def forget() -> None:
+        manager.drop(np.array(used, dtype=np.int64))
+        used.clear()
+
+    released = forget if at_once else None
+    for (expert, _), _ in manager.sweep(
+        pages.module, names, planes=BOTH, phase=Phase.STEP, write=True, released=released
+    ):
+        forget()  # where it is not done yet
+        used.append(pages.id(expert, Plane.GRADIENT))
+    assert bool(in_vain) is not at_once
+    manager.check_integrity()
+
+
 def test_the_state_of_weights_that_are_behind_is_on_its_way_before_a_wave_comes_to_them(tmp_path):
     """Catching up works on moments too, which no visit of a forward tells of: they are asked for all the same."""
     planes = (Plane.WEIGHT, Plane.MOMENT1)
