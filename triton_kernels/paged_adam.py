@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -138,7 +138,8 @@ def launch_adam(
                 raise ValueError(f"{name}: on {tensor.device}, must be on {device} like p")
     if stop is not None:
         require("stop", stop, dtype=torch.int32, device=device, shape=(1,))
-    table, records = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64), _Records()
+    table = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64)
+    records = _Records(sorted((s.records for s in segments), key=len, reverse=True))
     for number, s in enumerate(segments):
         addresses = [0 if t is None else t.data_ptr() for t in (s.p, s.m, s.v, s.g, s.weight)]
         table[number] = (*addresses, s.p.numel(), records.place(s.records), len(s.records))
@@ -165,19 +166,27 @@ def launch_adam(
 
 
 class _Records:
-    """The steps of all segments; those that many have in common are there once."""
+    """The steps of all segments; those that many have in common are there once.
 
-    def __init__(self) -> None:
+    Pages that are behind have missed the last steps of one history, more of them or fewer: they share its end.
+    """
+
+    def __init__(self, longest_first: Iterable[Sequence[StepRecord]]) -> None:
         self._scalars: list[tuple[float, ...]] = []
-        self._known: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, tuple[tuple[int, ...], int]] = {}  # by last record: the records and where they begin
+        for records in longest_first:
+            self.place(records)
 
     def place(self, records: Sequence[StepRecord]) -> int:
         """Where ``records`` begin in the table."""
-        key = tuple(map(id, records))
-        if key not in self._known:
-            self._known[key] = len(self._scalars)
+        if not records:
+            return 0
+        wanted = tuple(map(id, records))
+        known, first = self._known.get(wanted[-1], ((), 0))
+        if known[-len(wanted) :] != wanted:
+            known, first = self._known[wanted[-1]] = wanted, len(self._scalars)
             self._scalars += [astuple(StepScalars.of(record)) for record in records]
-        return self._known[key]
+        return first + len(known) - len(wanted)
 
     def table(self) -> np.ndarray:
         """fp32 ``[steps, 8]``."""

@@ -27,8 +27,8 @@ class DistributedConfig:
         group_cache: groups (sets of ranks) that are remembered.
         topology: file that says where ranks are and what links carry; ``auto`` moves decide by it. None: bytes decide.
         placement: file that says which rank keeps which expert; None: experts by number, as stock.
-        grad_wire: what expert gradients travel in between the ranks that have copies of an expert: ``fp32`` (as they
-            are), or ``bf16``, once, summed in fp32.
+        grad_wire: what expert gradients travel in between the ranks that have copies of an expert, and home from where
+            its pages travelled: ``fp32`` (as they are), or ``bf16``, once, summed in fp32.
         fetch: when updated pages go to ranks that do not keep their optimizer state: all of them at each ``step``, or
             on ``demand``, those that tokens are about to need.
     """

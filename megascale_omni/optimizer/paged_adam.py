@@ -27,6 +27,7 @@ from megascale_omni.optimizer.state_sweeps import MOMENTS, PageStep, StateSweeps
 from megascale_omni.optimizer.together import Together
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.tiers import ABSENT
 from megascale_omni.schedule import Phase
 
 
@@ -98,7 +99,7 @@ class PagedAdam:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
             waits = self.shards.size == 1 or self.fetcher is not None
-            manager.set_catch_up(experts.pages, self.catch_up if waits else None, ahead=ReplayAhead(self))
+            manager.set_catch_up(experts.pages, self if waits else None, ahead=ReplayAhead(self))
             experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
@@ -324,6 +325,14 @@ class PagedAdam:
         """The experts of a module, where this optimizer steps them."""
         return self._by_module.get(module.entry.module)
 
+    def is_behind(self, module: PagedModule, page_ids: np.ndarray) -> np.ndarray:
+        """Mask: which weight pages of a module have missed a step."""
+        experts = self._by_module.get(module.entry.module)
+        if experts is None:
+            return np.zeros(len(page_ids), dtype=bool)
+        behind: np.ndarray = experts.manager.table.last_step[page_ids] < self.num_steps
+        return behind
+
     # -- pages on demand -----------------------------------------------------------------------------------------------
 
     def _owned_by(self, experts: PagedExperts) -> set[PageName]:
@@ -363,7 +372,7 @@ class PagedAdam:
 
     def _has_moments(self, experts: PagedExperts, name: PageName) -> bool:
         """Whether a page that gets no gradient has moments that are not zero, or will have by the steps it missed."""
-        if experts.manager.present(experts.pages, Plane.MOMENT1)[name]:
+        if experts.manager.table.tier[experts.page_ids(Plane.MOMENT1, [name])] != ABSENT:
             return True
         if self.arithmetic.decoupled:
             return False

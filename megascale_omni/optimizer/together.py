@@ -72,7 +72,7 @@ class Together:
         the device knows.
         """
         if self._clipped and self.clip is not None:
-            torch._foreach_mul_(self._clipped, self.clip)
+            self.experts.manager.bulk.scale([self._clipped], [self.clip])
         if self._segments:
             clip = None if self._clipped else self.clip
             self.arithmetic.advance_all(self._segments, clip=clip, stop=stop, due=due)

@@ -109,6 +109,8 @@ class _Gradients:
 
     provisional: set[int] = field(default_factory=set)
     written_E: torch.Tensor | None = None
+    torn: bool = False
+    """Whether a call ended before its kernels had written all that ``written_E`` says."""
 
 
 class WholeModules:
@@ -154,27 +156,33 @@ class WholeModules:
         """One wave of all pages of a module; as :meth:`ExpertManager.waves`, for at most ``num_rows`` rows."""
         manager = self._manager
         while self._calls and self._calls[0].coming.have_come:
-            self._hear(self._calls.popleft())
+            self._hear_next()
         experts = range(module.entry.num_experts)
         ids = np.concatenate([manager.ids(module, plane, experts) for plane in planes])
         gradients, written_E = None, None
         new: list[int] = []
-        if create is not None:
-            written_E, new = self._make(module, create)
-            gradients = self._table(module, create)
-            manager.before_write(manager.ids(module, create, experts))
-        weights = self._table(module, Plane.WEIGHT)
-        manager.table.pin(ids)
+        pinned = False
         self.unsettled = True
         try:
+            if create is not None:
+                written_E, new = self._make(module, create)
+                self._gradients[module.entry.module].torn = True
+                gradients = self._table(module, create)
+                manager.before_write(manager.ids(module, create, experts))
+            weights = self._table(module, Plane.WEIGHT)
+            manager.table.pin(ids)
+            pinned = True
             caught_up = self._catch_up(module, coming)
             call = _Call(module, coming, num_rows, tuple(planes), phase, create, caught_up, computed=False)
             self._calls.append(call)
             yield WholeWave(weights_I=weights, gradients_I=gradients, written_E=written_E)
             self._calls[-1] = replace(call, computed=True)
             new = []
+            if create is not None:
+                self._gradients[module.entry.module].torn = False
         finally:
-            manager.table.unpin(ids)
+            if pinned:
+                manager.table.unpin(ids)
             self._drop(module, new)
 
     def _catch_up(self, module: PagedModule, coming: Coming) -> CaughtUp | None:
@@ -189,6 +197,9 @@ class WholeModules:
     def _make(self, module: PagedModule, plane: Plane) -> tuple[torch.Tensor, list[int]]:
         """Gives every expert gradient pages; what the device knows of them, and the ids of those that are new."""
         manager, state = self._manager, self._gradients.setdefault(module.entry.module, _Gradients())
+        if state.torn:  # the device may have noted tokens that no kernel has added to a page: it is told anew
+            self.settle()
+            state.torn, self.unsettled = False, True
         ids = manager.ids(module, plane, range(module.entry.num_experts))
         absent = manager.table.tier[ids] == ABSENT
         if state.written_E is None or not (state.provisional or self._adds_to(module)):
@@ -220,25 +231,29 @@ class WholeModules:
 
     def settle(self) -> None:
         """Waits for the numbers of all calls so far, once: from here on the page table says what it always says."""
-        self.unsettled = False
         if self._calls:
             self._calls[-1].coming.wait()
         while self._calls:
-            self._hear(self._calls.popleft())
+            self._hear_next()
         for number, state in self._gradients.items():
             if state.provisional:
                 self._drop(self._manager.modules[number], sorted(state.provisional))
+        self.unsettled = False
+
+    def _hear_next(self) -> None:
+        self._hear(self._calls[0])  # numbers that cannot be are heard of again: gradients have something of them
+        self._calls.popleft()
 
     def _hear(self, call: _Call) -> None:
         manager, entry = self._manager, call.module.entry
         counts = np.asarray(call.coming.wait(), dtype=np.int64)
+        current = self._caught_up(call, counts)
         if counts.sum() > call.num_rows:
             raise RuntimeError(
                 f"{manager.numbering.path(entry.module)}: experts got {counts.sum()} tokens, room was made for "
                 f"{call.num_rows}; nothing of them was computed"
             )
         active = np.nonzero(counts)[0].tolist()
-        current = self._caught_up(call, counts)
         if not call.computed:
             return
         if manager.observers:

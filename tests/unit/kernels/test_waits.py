@@ -24,11 +24,14 @@ from megascale_omni.kernels.wave_schedule import whole_wave_tables
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdamW
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
 from megascale_omni.optimizer.replay_ahead import ReplayAhead
+from megascale_omni.paging import batches
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.observe import Observer
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.whole import WholeModules
-from tests.unit.experts.paged import HIDDEN, Tensors, active_experts, drop_gradients, grad_of, gradients, leaf
+from tests.unit.experts.paged import CPU, HIDDEN, Tensors, active_experts, drop_gradients, grad_of, gradients, leaf
 from tests.unit.kernels.checker import checked
 from tests.unit.kernels.test_backend import kernel_experts, pages_of
 
@@ -367,13 +370,16 @@ def test_outputs_that_are_weighted_when_they_are_summed_go_ahead_too(seed):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def stepped(seed: int, *, ends_run: bool | None, bad: bool = False) -> tuple[Tensors, Tensors, list[str], str | None]:
+def stepped(
+    seed: int, *, ends_run: bool | None, bad: bool = False, options: PagingOptions | None = None
+) -> tuple[Tensors, Tensors, list[str], str | None]:
     """State before and after a step, what the host waited for in the backward, and the gradient that is not finite.
 
     ``ends_run`` None: pages are stepped after the backward.
     """
     torch.manual_seed(seed)
-    experts = kernel_experts(rows=16, ffn=24)
+    manager = ExpertManager(device=CPU, options=options, poison=True)
+    experts = kernel_experts(rows=16, ffn=24 if bad else 16, manager=manager)  # six waves, or three pages in one
     for plane in (Plane.MOMENT1, Plane.MOMENT2):
         experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
     adam, gradients = adam_of(experts, kernels=True), ExpertGradients([experts])
@@ -394,17 +400,23 @@ def stepped(seed: int, *, ends_run: bool | None, bad: bool = False) -> tuple[Ten
     table = experts.manager.table
     experts.manager.set_catch_up(experts.pages, None)  # to look at what is there
     assert not table.pins.any()
-    moments = {f"m {n}": t for n, t in experts.dense(Plane.MOMENT1).items()}
-    return before, experts.dense() | moments, host.waits, found
+    after = experts.dense() | {f"m {n}": t for n, t in experts.dense(Plane.MOMENT1).items()}
+    assert options is None or manager.stats()["pages_loaded"] > 0
+    manager.close()
+    return before, after, host.waits, found
 
 
-def test_a_backward_that_steps_pages_waits_for_none_of_them(seed):
+def test_a_backward_that_steps_pages_waits_for_none_of_them(monkeypatch, seed, tmp_path):
     after = stepped(seed, ends_run=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(batches, "BATCH_BYTES", 1)  # a page a wave, and the smallest budget of all
+        leaving = PagingOptions(device_budget=Budget(nbytes=0), disk_path=tmp_path)
+        moved = stepped(seed, ends_run=True, options=leaving)
     read, guarded = (stepped(seed, ends_run=ends_run) for ends_run in (False, True))
-    for found in (read, guarded):
+    for found in (read, guarded, moved):
         assert differences(found[1], after[1]) == []
-    assert after[2] == guarded[2] == []
-    assert read[2] == ["tolist"] * 6, "once a wave, where the run goes on with what is not finite"
+    assert after[2] == guarded[2] == moved[2] == []
+    assert read[2] == ["tolist"], "once a wave, where the run goes on with what is not finite"
 
 
 def test_nothing_is_stepped_from_a_gradient_on_that_is_not_finite(seed):
