@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     if args.link is not None:
         device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
     if args.flops is not None:
+        if not 0 < args.flops < math.inf:
+            raise ValueError(f"--flops {args.flops:g} must be a number of operations a second, more than 0, e.g. 4e14")
         device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0, experts=1.0)
     disk = None
     if args.disk_bandwidth == "auto":

@@ -79,7 +79,10 @@ def read_model(source: str) -> ModelCard:
             'or the flags: --from "--num-layers 4 ..."'
         ) from error
     if path.suffix == ".json":
-        values: object = json.loads(text)
+        try:
+            values: object = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"--from {source} is not JSON: {error}") from error
     elif path.suffix in (".yaml", ".yml"):
         import yaml
 
@@ -100,7 +103,10 @@ def read_model(source: str) -> ModelCard:
 
 def _flags(text: str) -> dict[str, object]:
     """``--name value`` and ``--switch`` of a command line; whatever is no flag is passed over."""
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"--from: these are no flags ({error}): {' '.join(text.split())[:80]}") from error
     found: dict[str, object] = {}
     for index, word in enumerate(words):
         if not word.startswith("--"):
@@ -170,6 +176,8 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
     bias = not (values.get("disable_bias_linear") or values.get("add_bias_linear") is False)
     ffn = whole("ffn_hidden_size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     moe_layers = _moe_layers(values.get("moe_layer_freq", 1), layers, name=name)
+    if not moe_layers:
+        raise ValueError(f"{name}: no layer has experts (moe_layer_freq={values['moe_layer_freq']}); give one some")
     experts, topk = whole("num_experts"), whole("moe_router_topk", 2)
     if topk > experts:
         raise ValueError(f"{name}: moe_router_topk={topk} is more than num_experts={experts}")
