@@ -31,7 +31,8 @@ from megascale_omni.checkpoint.pages_file import (
     recut,
     write_manifest,
 )
-from megascale_omni.optimizer.paged_adam import MOMENTS, master_plane
+from megascale_omni.optimizer.state_sweeps import MOMENTS
+from megascale_omni.optimizer.state_tensors import master_plane
 from megascale_omni.paging.planes import Plane
 from megascale_omni.ranks import all_or_none
 

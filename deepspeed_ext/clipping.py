@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_ext.dense_gradients import DenseGradients, Limit, dense_gradients
+from deepspeed_ext.dense_gradients import dense_gradients
 from deepspeed_ext.experts import DeepSpeedExperts
+from deepspeed_ext.gradient_limits import DenseGradients, Limit
 from megascale_omni.clipping import ClipConfig, ClipReport, CMSAClipper, Group
 from megascale_omni.clipping.agreement import agreed_experts, agreed_mpus, say_what_changes
 from megascale_omni.clipping.statistics import GradientStatistics

@@ -254,7 +254,7 @@ class MegaScaleExperts(PagedExperts):
     def squared_parameter_norm(self) -> float:
         """Sum of squares of the local experts' parameters, in fp64; fp32 masters where the optimizer keeps any."""
         if self.adam is not None:
-            return self.adam.squared_parameter_norm(self)
+            return self.adam.tensors.squared_parameter_norm(self)
         total = 0.0
         for _, view in self.named_slices():
             total += float(torch.linalg.vector_norm(view, dtype=torch.float32)) ** 2

@@ -36,7 +36,8 @@ from megatron.core.optimizer.optimizer import (
 
 from megascale_omni.checkpoint.scratch import DenseScratch
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.optimizer.paged_adam import PagedAdam, master_plane
+from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.optimizer.state_tensors import master_plane
 from megascale_omni.paging.planes import Plane
 from megatron_ext.experts import SOURCE, MegaScaleExperts
 from megatron_ext.optimizer_forms import DENSE, EXPERTS, Form, Group, has_groups, identity, joined, parted
@@ -155,7 +156,7 @@ class OptimizerState:
             for key, plane in _planes(source.experts, self._form).items():
                 if (source.experts, plane) not in dense:
                     scratch = _scratch_of(source.experts)
-                    dense[source.experts, plane] = self._adam.dense(source.experts, plane, make=scratch)
+                    dense[source.experts, plane] = self._adam.tensors.dense(source.experts, plane, make=scratch)
                     if scratch is not None:
                         scratch.settle()
                 tensor = dense[source.experts, plane][source.name]
@@ -251,7 +252,7 @@ class OptimizerState:
         for source, entry in zip(self._described, loaded.tensors, strict=True):
             for key, plane in _planes(source.experts, self._form).items():
                 # fp32 weights come with the model; the distributed optimizer's copy of them is the same.
-                self._adam.load_dense(source.experts, plane, {source.name: entry[key]})
+                self._adam.tensors.load_dense(source.experts, plane, {source.name: entry[key]})
         for own, group in zip(self._adam.param_groups, loaded.groups, strict=True):
             own.update({key: value for key, value in group.items() if key not in ("params", "step")})
         self._adam.set_num_steps(loaded.steps)

@@ -181,7 +181,7 @@ def load_pages(index: PagesIndex, pieces: Sequence[ExpertsPiece], adam: PagedAda
     if adam.max_lag == 0:  # weights are read by ranks, or without asking, that could not catch them up
         adam.catch_up_all()
         for experts in adam.modules:
-            adam.sync_weights(experts)
+            adam.tensors.sync_weights(experts)
 
 
 def load_heat(index: PagesIndex, pieces: Sequence[ExpertsPiece]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,69 +17,12 @@ import torch.distributed as dist
 from megascale_omni.clipping.statistics import GradientStatistics, Scratch, statistics_of
 from megascale_omni.experts.completion import OFF, LastGradients
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.experts.page_statistics import ComingStatistics, PageStatistics, fault_of, stock_tensors
 from megascale_omni.experts.reduction import GradWire, PageReducer, exchange_touched, owners_of, plan_reductions
 from megascale_omni.experts.shards import PageName, PageShards
 from megascale_omni.groups.channel import Channel
 from megascale_omni.paging.planes import Plane
 from megascale_omni.schedule import Phase
-
-
-@dataclass(frozen=True)
-class PageStatistics:
-    """Of one gradient page after scaling and reduction, where it was asked for.
-
-    ``norms``: its fp32 norm, or those of the tensors it holds. ``nonzeros``: its non-zero elements. ``sums``: for
-    clipping by module.
-    """
-
-    norms: tuple[float, ...] | None
-    nonzeros: int | None
-    sums: GradientStatistics | None
-
-    @property
-    def squares(self) -> float | None:
-        """The squared norm of the page, in fp64."""
-        return None if self.norms is None else sum(norm**2 for norm in self.norms)
-
-
-@dataclass(frozen=True)
-class _Coming:
-    """What was measured of a page and is still on the device.
-
-    ``check``: the norm that says whether all is finite, where sums do not. ``norms``: None where they were not taken.
-    ``seven``: see ``Backend.statistics``. ``zeros``, ``sums``: whether these were asked for. ``kept``: whether the page
-    stays, so that its statistics are wanted.
-    """
-
-    experts: PagedExperts
-    name: PageName
-    check: torch.Tensor | None
-    norms: tuple[torch.Tensor, ...] | None
-    seven: torch.Tensor
-    zeros: bool
-    sums: bool
-    kept: bool = True
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All numbers, in the order in which :meth:`read` takes them."""
-        check = () if self.check is None else (self.check.view(1),)
-        return [self.seven, *check, *(norm.view(1) for norm in self.norms or ())]
-
-    def read(self, numbers: Iterator[float]) -> tuple[PageStatistics, str | None]:
-        """The statistics, and what is wrong with the gradient."""
-        finite, total, absolute, squares, largest, bad, nonzeros = (next(numbers) for _ in range(7))
-        overflows = self.check is not None and not math.isfinite(next(numbers))
-        norms = None if self.norms is None else tuple(next(numbers) for _ in self.norms)
-        sums = GradientStatistics(finite, total, absolute, squares, 0.0, largest)
-        if bad:
-            sums = GradientStatistics(finite + bad, math.nan, math.nan, math.nan, bad, math.inf)
-        wrong = _wrong(self.experts, self.name, int(bad)) if overflows or (self.sums and bad) else None
-        return PageStatistics(norms, int(nonzeros) if self.zeros else None, sums if self.sums else None), wrong
-
-
-def _wrong(experts: PagedExperts, name: PageName, bad: int) -> str:
-    what = f"{bad} non-finite elements" if bad else "a norm that overflows fp32"
-    return f"{experts.path}, local expert {name[0]} (slice {name[1]}): {what}"
 
 
 class ExpertGradients:
@@ -103,7 +45,7 @@ class ExpertGradients:
         self.takes_sums = False
         self._scratch: Scratch = {}
         self._non_finite: str | None = None
-        self._coming: list[_Coming] = []
+        self._coming: list[ComingStatistics] = []
         self._stop: torch.Tensor | None = None
         self._statistics: dict[tuple[PagedExperts, PageName], PageStatistics] = {}
         self.last: LastGradients | None = None  # who completes pages in the backward already
@@ -342,7 +284,7 @@ class ExpertGradients:
         seven = backend.statistics(page)
         norms = tuple(self._norms(experts, page)) if self.takes_norms else None
         self._statistics.pop((experts, name), None)
-        self._coming.append(_Coming(experts, name, check, norms, seven, self.counts_zeros, self.takes_sums))
+        self._coming.append(ComingStatistics(experts, name, check, norms, seven, self.counts_zeros, self.takes_sums))
         if self._stop is not None:
             self._stop += seven[5:6] > 0 if check is None else ~torch.isfinite(check)
         return True
@@ -397,21 +339,10 @@ class ExpertGradients:
             self._check(experts, name, page)
             return
         norm = torch.linalg.vector_norm(page, dtype=torch.float32)
-        self._coming.append(_Coming(experts, name, norm, None, backend.statistics(page), False, False, kept=False))
+        self._coming.append(
+            ComingStatistics(experts, name, norm, None, backend.statistics(page), False, False, kept=False)
+        )
 
     def _check(self, experts: PagedExperts, name: PageName, page: torch.Tensor) -> None:
         if self._non_finite is None and not math.isfinite(float(torch.linalg.vector_norm(page, dtype=torch.float32))):
-            self._non_finite = _wrong(experts, name, int((~torch.isfinite(page)).sum()))
-
-
-def stock_tensors(experts: PagedExperts, page: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors of an expert that is one page, in stock's order and, but for leading dimensions, its layout."""
-    views = experts.layout.views(page, 0)
-    yield views.fc1_Rh
-    if views.fc1_bias_R is not None:
-        yield views.fc1_bias_R
-    # Pages have a row for each neuron, stock a column: a sum in stock's order needs them laid out so.
-    down_hr = experts.context.workspace.take("down_gradient", tuple(views.down_rh.shape[::-1]), page.dtype)
-    yield down_hr.copy_(views.down_rh.t())
-    if views.down_bias_h is not None:
-        yield views.down_bias_h
+            self._non_finite = fault_of(experts, name, int((~torch.isfinite(page)).sum()))

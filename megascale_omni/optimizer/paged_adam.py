@@ -14,21 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale_omni.checkpoint.scratch import MakeTensors, in_memory
 from megascale_omni.experts.completion import OFF
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.experts.shards import PageName, PageShards, broadcast_owned
+from megascale_omni.experts.shards import PageName, PageShards
 from megascale_omni.optimizer.arithmetic import AdamArithmetic
 from megascale_omni.optimizer.coming import ComingStep
 from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History
 from megascale_omni.optimizer.replay_ahead import ReplayAhead
 from megascale_omni.optimizer.state_sweeps import MOMENTS, PageStep, StateSweeps, forget_gradients
+from megascale_omni.optimizer.state_tensors import StateTensors, master_plane
 from megascale_omni.optimizer.together import Together
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import ABSENT
-from megascale_omni.schedule import Phase
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class GroupBinding:
 
     weights: int
     biases: int | None
-
-
-def master_plane(experts: PagedExperts) -> Plane:
-    """The fp32 plane that the optimizer steps: MASTER where the module has one, its fp32 weights otherwise."""
-    return Plane.MASTER if Plane.MASTER in experts.pages.dtypes else Plane.WEIGHT
 
 
 DEFAULT_MAX_LAG = 100
@@ -84,7 +78,7 @@ class PagedAdam:
         self.fetcher: PageFetcher | None = None
         if on_demand and shards.size > 1:
             self.fetcher = PageFetcher(
-                shards, stale=self._is_stale, catch_up=self._catch_up_owned, fetched=self._have_fetched
+                shards, stale=self._is_stale, catch_up=self.catch_up_owned, fetched=self._have_fetched
             )
         self.max_lag = max_lag if shards.size == 1 or self.fetcher is not None else 0
         self.history = History()
@@ -92,6 +86,7 @@ class PagedAdam:
         self.before_step: Callable[[], None] = lambda: None  # who wants to know before anything changes
         self._coming = ComingStep()
         self._sweeps = StateSweeps(in_host=in_host)
+        self.tensors = StateTensors(self)
         self._owned_names: dict[PagedExperts, set[PageName]] = {}
         self._by_module = {experts.pages.entry.module: experts for experts in self.modules}
         for experts in self.modules:
@@ -169,7 +164,7 @@ class PagedAdam:
             if together is not None:
                 together.launch()
             if self.fetcher is None:
-                self.sync_weights(experts)
+                self.tensors.sync_weights(experts)
         for index in range(len(self.param_groups)):
             self.history.trim(index, max(0, self.num_steps - max(1, self.max_lag)))
 
@@ -343,7 +338,7 @@ class PagedAdam:
     def _is_stale(self, experts: PagedExperts, name: PageName) -> bool:
         return self._last_step(experts, name) < self.num_steps
 
-    def _catch_up_owned(self, experts: PagedExperts, name: PageName) -> None:
+    def catch_up_owned(self, experts: PagedExperts, name: PageName) -> None:
         self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
 
     def _have_fetched(self, experts: PagedExperts, names: list[PageName]) -> None:
@@ -388,75 +383,6 @@ class PagedAdam:
         for experts in self.modules:
             for name in self.shards.owned(experts):
                 self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
-
-    # -- weights and state as seen from outside ----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def sync_weights(self, experts: PagedExperts) -> None:
-        """Sends every owner's weight pages to the other ranks of the group. A collective where state is sharded."""
-
-        def write(name: PageName, part: torch.Tensor) -> None:
-            with experts.lease(Plane.WEIGHT, [name]) as lease:
-                lease.mark_dirty()
-                lease.page(*name).copy_(part)
-
-        self._exchange(experts, Plane.WEIGHT, write)
-
-    def _exchange(self, experts: PagedExperts, plane: Plane, write: Callable[[PageName, torch.Tensor], None]) -> None:
-        def read(name: PageName, part: torch.Tensor) -> None:
-            if experts.manager.present(experts.pages, plane)[name]:
-                with experts.lease(plane, [name]) as lease:
-                    part.copy_(lease.page(*name))
-            else:
-                part.zero_()
-
-        broadcast_owned(experts, self.shards, dtype=experts.pages.dtypes[plane], read=read, write=write)
-
-    @torch.no_grad()
-    def squared_parameter_norm(self, experts: PagedExperts) -> float:
-        """Sum of squares of a module's fp32 parameters (masters where there are any). A collective where sharded."""
-        total = torch.zeros((), dtype=torch.float64)
-        for name in self.shards.owned(experts):
-            self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
-            with experts.lease(master_plane(experts), [name]) as lease:
-                total += torch.linalg.vector_norm(lease.page(*name), dtype=torch.float32).double().square().cpu()
-        if self.shards.size > 1:
-            total = total.to(experts.manager.arena.device)
-            torch.distributed.all_reduce(total, group=self.shards.group)
-        return float(total)
-
-    @torch.no_grad()
-    def dense(self, experts: PagedExperts, plane: Plane, *, make: MakeTensors | None = None) -> dict[str, torch.Tensor]:
-        """A plane's named tensors (copies) of all pages, whoever owns them. A collective where state is sharded."""
-        if self.shards.size == 1 or plane is Plane.WEIGHT:
-            self.fetch_all(experts)
-            return experts.dense(plane, make=make)
-        if self.fetcher is not None:
-            for name in self.shards.owned(experts):
-                self._catch_up_owned(experts, name)
-        shapes = {tensor.name: tensor.shape for tensor in experts.names.tensors()}
-        tensors = (make or in_memory)(shapes, experts.pages.dtypes[plane])
-
-        def write(name: PageName, part: torch.Tensor) -> None:
-            experts.names.gather({name: part}, tensors)
-
-        self._exchange(experts, plane, write)
-        for name in self.shards.owned(experts):
-            if experts.manager.present(experts.pages, plane)[name]:
-                with experts.lease(plane, [name]) as lease:
-                    write(name, lease.page(*name))
-        return tensors
-
-    @torch.no_grad()
-    def load_dense(self, experts: PagedExperts, plane: Plane, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies named tensors into the owned pages of a plane; absent moments are made as zeros first."""
-        wanted = [
-            n for n in self.shards.owned(experts) if any(i.tensor.name in tensors for i in experts.names.of_page(*n))
-        ]
-        zeros = MOMENTS if plane in MOMENTS else ()
-        sweep = experts.manager.sweep(experts.pages, wanted, planes=(plane,), phase=Phase.IDLE, write=True, zeros=zeros)
-        for name, (page,) in sweep:
-            experts.names.scatter(tensors, {name: page})
 
     def set_num_steps(self, steps: int) -> None:
         """Sets the number of applied steps, as read from a checkpoint whose pages have all seen them."""

@@ -93,7 +93,7 @@ def _modules(engine: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _planes(experts: Any) -> dict[str, Any]:  # noqa: ANN401
-    from megascale_omni.optimizer.paged_adam import master_plane
+    from megascale_omni.optimizer.state_tensors import master_plane
     from megascale_omni.paging.planes import Plane
 
     return {WEIGHT: master_plane(experts), MOMENT1: Plane.MOMENT1, MOMENT2: Plane.MOMENT2}
@@ -105,7 +105,7 @@ def _read_experts(engine: Any) -> State:  # noqa: ANN401
         adam = engine.experts_step.adam
         adam.catch_up_all()
         for kind, plane in _planes(experts).items():
-            for name, value in _of_all_ranks(experts, adam.dense(experts, plane)).items():
+            for name, value in _of_all_ranks(experts, adam.tensors.dense(experts, plane)).items():
                 found.setdefault(f"{experts.path}.{name}", {})[kind] = value.float()
     return found
 
@@ -128,6 +128,6 @@ def _write_experts(engine: Any, state: State) -> None:  # noqa: ANN401
         owned = slice(experts.owned.start, experts.owned.stop)
         for kind, plane in _planes(experts).items():
             tensors = {name: state[f"{experts.path}.{name}"][kind][owned] for name in names}
-            adam.load_dense(experts, plane, tensors)
+            adam.tensors.load_dense(experts, plane, tensors)
             if kind == WEIGHT:
                 experts.load_dense(tensors)

@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
-from megascale_omni.optimizer.paged_adam import PagedAdam, master_plane
+from megascale_omni.optimizer.paged_adam import PagedAdam
+from megascale_omni.optimizer.state_tensors import master_plane
 from megascale_omni.paging.planes import Plane
 from scripts.measuring.stepped import Stepped, SteppedParameters
 
@@ -67,7 +68,7 @@ class ModelState:
         """Copies of all weights."""
         found = {name: parameter.detach().clone() for name, parameter in self._dense.items()}
         for prefix, module in self._paged.items():
-            dense = _adam(module).dense(module, Plane.WEIGHT)
+            dense = _adam(module).tensors.dense(module, Plane.WEIGHT)
             found |= {prefix + name: tensor for name, tensor in dense.items()}
         return found
 
@@ -92,10 +93,12 @@ class ModelState:
         for prefix, module in self._paged.items():
             adam = _adam(module)
             plane = master_plane(module)
-            masters |= {prefix + name: tensor for name, tensor in adam.dense(module, plane).items()}
+            masters |= {prefix + name: tensor for name, tensor in adam.tensors.dense(module, plane).items()}
             if adam.num_steps:
                 for key, plane in MOMENTS.items():
-                    moments[key] |= {prefix + name: tensor for name, tensor in adam.dense(module, plane).items()}
+                    moments[key] |= {
+                        prefix + name: tensor for name, tensor in adam.tensors.dense(module, plane).items()
+                    }
         return State(self.weights(), masters, {key: found for key, found in moments.items() if found})
 
     @torch.no_grad()
@@ -116,9 +119,10 @@ class ModelState:
             adam = _adam(module)
             adam.fetch_all(module)
             module.load_dense({name: state.weights[prefix + name] for name in names})
-            adam.load_dense(module, master_plane(module), {name: state.masters[prefix + name] for name in names})
+            masters = {name: state.masters[prefix + name] for name in names}
+            adam.tensors.load_dense(module, master_plane(module), masters)
             for key, moments in state.moments.items():
-                adam.load_dense(module, MOMENTS[key], {name: moments[prefix + name] for name in names})
+                adam.tensors.load_dense(module, MOMENTS[key], {name: moments[prefix + name] for name in names})
 
     @torch.no_grad()
     def scale_one_expert(self, factor: float) -> str | None:

@@ -182,7 +182,7 @@ class Pair:
         """Names of tensors whose bits are not those of the dense optimizer; reads, and so catches up, everything."""
         found = []
         for plane in self.planes:
-            mine, theirs = self.adam.dense(self.experts, plane), self.dense.plane(plane)
+            mine, theirs = self.adam.tensors.dense(self.experts, plane), self.dense.plane(plane)
             found += [f"{plane.name.lower()} of {name}" for name in differing(mine, theirs)]
         self.manager.check_integrity()
         return found

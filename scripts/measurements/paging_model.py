@@ -198,7 +198,7 @@ class Model:
         for experts in self.modules:
             for plane in sorted(experts.pages.dtypes):
                 if plane is not Plane.GRADIENT:
-                    for name, tensor in self.adam.dense(experts, plane).items():
+                    for name, tensor in self.adam.tensors.dense(experts, plane).items():
                         found.tensors[f"{experts.path}.{name}.{plane.name.lower()}"] = tensor.cpu()
 
     @property

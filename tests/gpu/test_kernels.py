@@ -116,7 +116,7 @@ def adam_of(experts: PagedExperts, *, kernels: bool, biases: int | None = 1) -> 
 
 def state_of(adam: PagedAdam, experts: PagedExperts) -> list[torch.Tensor]:
     planes = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
-    return [tensor for plane in planes for tensor in adam.dense(experts, plane).values()]
+    return [tensor for plane in planes for tensor in adam.tensors.dense(experts, plane).values()]
 
 
 def test_all_pages_of_a_module_take_their_steps_in_one_launch_and_in_the_bits_of_torch(monkeypatch):

@@ -169,6 +169,10 @@ def test_a_clip_coefficient_is_a_number():
         launch_adam([AdamSegment(**page, g=torch.ones(8), records=records(1))], decoupled=True, clip=coefficient)
 
 
+def _of_planes(pair: Pair, planes: Sequence[Plane]) -> dict[str, torch.Tensor]:
+    return {f"{p.name} {n}": t for p in planes for n, t in pair.adam.tensors.dense(pair.experts, p).items()}
+
+
 def trained(kernels: bool, folder) -> dict[str, torch.Tensor]:
     """Weights and moments after steps in which experts are seldom active, under the smallest budget."""
     with pair_of(CASES["AdamW bf16"], folder) as pair:
@@ -177,7 +181,7 @@ def trained(kernels: bool, folder) -> dict[str, torch.Tensor]:
             pair.step([step % 3, 5] if step % 4 else [])
         assert min(pair.last_steps) < 8  # some pages are behind
         planes = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
-        return {f"{plane.name} {n}": t for plane in planes for n, t in pair.adam.dense(pair.experts, plane).items()}
+        return _of_planes(pair, planes)
 
 
 def test_deferred_steps_by_the_kernel_are_those_of_the_host(tmp_path):
@@ -208,7 +212,7 @@ def test_all_pages_of_a_module_take_their_steps_in_one_launch(monkeypatch, case,
                 assert len(launches) - before <= kernels
             steps = list(launches)
             planes = (Plane.WEIGHT, Plane.MOMENT1, Plane.MOMENT2)
-            found.append({f"{p.name} {n}": t for p in planes for n, t in pair.adam.dense(pair.experts, p).items()})
+            found.append(_of_planes(pair, planes))
     for name, tensor in found[1].items():
         assert torch.equal(tensor, found[0][name]), name
     assert len(steps) >= 3
@@ -257,6 +261,6 @@ def test_one_arithmetic_wherever_a_page_is_stepped(tmp_path):
             if isinstance(arithmetic, ByPlace):
                 assert min(arithmetic.steps.values()) >= 5, arithmetic.steps
             planes = (Plane.WEIGHT, Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2)
-            found.append({f"{p.name} {n}": t for p in planes for n, t in pair.adam.dense(pair.experts, p).items()})
+            found.append(_of_planes(pair, planes))
     for name, tensor in found[1].items():
         assert torch.equal(found[0][name], tensor), name

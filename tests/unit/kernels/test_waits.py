@@ -301,7 +301,7 @@ def trained(seed: int, ahead: bool, told: Told | None = None) -> tuple[Tensors, 
         drop_gradients(experts)
         steps.append(experts.manager.table.last_step[ids].tolist())
         experts.manager.check_integrity()
-    moments = {f"m {n}": t for n, t in adam.dense(experts, Plane.MOMENT1).items()}
+    moments = {f"m {n}": t for n, t in adam.tensors.dense(experts, Plane.MOMENT1).items()}
     return experts.dense() | moments, steps
 
 

@@ -7,7 +7,8 @@ import torch
 
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.optimizer.arithmetic import arithmetic_for
-from megascale_omni.optimizer.paged_adam import MOMENTS, GroupBinding, PagedAdam, master_plane
+from megascale_omni.optimizer.paged_adam import MOMENTS, GroupBinding, PagedAdam
+from megascale_omni.optimizer.state_tensors import master_plane
 from megascale_omni.paging.planes import Plane
 from scripts.measurements.paging_adam import CASES, Pair, Tensors, compare, differing, pair_of, schedule
 from tests.unit.experts.paged import small_experts
@@ -46,7 +47,7 @@ READERS = {
     "waves": read_by_waves,
     "dense": lambda pair: pair.experts.dense(),
     "state dict": lambda pair: dict(pair.experts.state_dict()),
-    "optimizer's dense": lambda pair: pair.adam.dense(pair.experts, Plane.WEIGHT),
+    "optimizer's dense": lambda pair: pair.adam.tensors.dense(pair.experts, Plane.WEIGHT),
 }
 
 
@@ -96,10 +97,10 @@ def test_parts_of_pages_are_read_caught_up_and_what_is_written_to_them_stays(tmp
 
 def test_norms_of_parameters_are_those_of_caught_up_masters(tmp_path):
     with pair_of(CASES["AdamW bf16"], tmp_path) as pair:
-        before = pair.adam.squared_parameter_norm(pair.experts)
+        before = pair.adam.tensors.squared_parameter_norm(pair.experts)
         for _ in range(4):
             pair.step([1], settings=[{**group, "lr": 0.1, "weight_decay": 0.5} for group in schedule(1)])
-        found = pair.adam.squared_parameter_norm(pair.experts)
+        found = pair.adam.tensors.squared_parameter_norm(pair.experts)
         expected = sum(float(t.double().square().sum()) for t in pair.dense.plane(Plane.MASTER).values())
         assert found == pytest.approx(expected, rel=1e-6)
         assert found != pytest.approx(before, rel=1e-2)
@@ -165,12 +166,12 @@ def test_a_run_that_is_resumed_goes_on_with_its_bits(tmp_path):
     with pair_of(CASES["AdamW bf16"], tmp_path) as pair:
         for active in ([0, 1], [2], []):
             pair.step(active)
-        state = {plane: pair.adam.dense(pair.experts, plane) for plane in pair.planes}
+        state = {plane: pair.adam.tensors.dense(pair.experts, plane) for plane in pair.planes}
         for plane in MOMENTS:
             pair.manager.drop(pair.manager.ids(pair.experts.pages, plane, [0, 1, 2]))
         pair.adam = pair.new_optimizer()
         for plane, tensors in state.items():
-            pair.adam.load_dense(pair.experts, plane, tensors)
+            pair.adam.tensors.load_dense(pair.experts, plane, tensors)
         pair.adam.set_num_steps(3)
         assert pair.differences() == []
         for active in ([1], [], [0, 3]):
