@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-path", default=".", metavar="DIR", help="where auto measures (default: here)")
     parser.add_argument("--page-size", default="16MiB", metavar="SIZE")
     parser.add_argument("--budget", metavar="SIZE", help="plan for this device budget instead of advising one")
-    parser.add_argument("--expert-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--expert-parallel", type=int, metavar="N", help="default: the model's, or 1")
+    parser.add_argument("--pipeline-parallel", type=int, metavar="N", help="default: the model's, or 1")
+    parser.add_argument(
+        "--data-parallel", type=int, metavar="N", help="ranks that have other samples, those of expert parallelism too"
+    )
     parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
     parser.add_argument("--trace", metavar="FILE", help="of a run of this model: what a step moves follows from it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -76,13 +79,20 @@ def _run(args: argparse.Namespace, card: ModelCard, page_bytes: int) -> Run:
         if share is None or not 0 < share <= 1:
             raise ValueError(f"--active-experts={args.active_experts} is no percentage of experts; write e.g. 30%")
     for flag in ("expert_parallel", "pipeline_parallel", "data_parallel"):
-        if getattr(args, flag) < 1:
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be 1 or more")
+    expert_parallel = args.expert_parallel or card.expert_parallel
+    data_parallel = args.data_parallel or expert_parallel
+    if data_parallel % expert_parallel:
+        raise ValueError(
+            f"--data-parallel {data_parallel} is no multiple of --expert-parallel {expert_parallel}: ranks that have "
+            "other experts have other samples as well"
+        )
     plan = Run(
         page_bytes=page_bytes,
-        expert_parallel=args.expert_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-        data_parallel=args.data_parallel,
+        expert_parallel=expert_parallel,
+        pipeline_parallel=args.pipeline_parallel or card.pipeline_parallel,
+        data_parallel=data_parallel,
         active_share=share,
         trace=None if args.trace is None else read_trace(args.trace),
     )
@@ -103,6 +113,10 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     here = args.device == "here"
     memory = None if args.device_memory is None else parse_bytes(args.device_memory, key="--device-memory")
     host = parse_bytes(args.host_memory, key="--host-memory")
+    if memory is not None and memory < 1:
+        raise ValueError(f"--device-memory={args.device_memory} is not more than nothing")
+    if args.flops is not None and not 0 < args.flops < math.inf:
+        raise ValueError(f"--flops {args.flops} is no number of operations a second; write e.g. 4e14")
     if here:
         from megascale_omni.planner.probe import measure_here, memory_here, paging_efficiency
 
