@@ -31,6 +31,9 @@ from megascale_omni.planner.models import ModelCard
 
 WARMUP, REPEATS = 2, 5
 
+TEXTS, ROUTERS = 6, 6
+"""What is drawn to see which experts get tokens."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -58,6 +61,7 @@ def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) 
     try:
         found = _steps(model, WARMUP + REPEATS)[WARMUP:]
         stepped = model.stepped_elements
+        routed = [layers for _ in range(TEXTS) for layers in model.routed(ROUTERS)]
     finally:
         model.close()
     experts, head = _median([t.experts / t.row_share for t in found]), _median([t.head for t in found])
@@ -80,7 +84,7 @@ def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) 
         efficiency=1.0,
         experts=expert_rate / dense_rate,
     )
-    return Measured(measured, tuple(times.active for times in found))
+    return Measured(measured, tuple(routed))
 
 
 def _steps(model: Miniature, count: int) -> list[StepTimes]:
