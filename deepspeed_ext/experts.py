@@ -101,6 +101,27 @@ class DeepSpeedExperts(PagedExperts):
             super()._load_from_state_dict(*args, **kwargs)
 
 
+class ChosenCounts(ComingCounts):
+    """Rows of each expert that a router chose; whoever hears of them hears of one that does not exist.
+
+    ``counts_E1``: those of each expert, and of none. Where the host goes ahead, what was computed of such a choice is
+    read by nobody: it is heard of before the optimizer's step.
+    """
+
+    def __init__(self, counts_E1: torch.Tensor, index_Tk: torch.Tensor, *, path: str) -> None:
+        super().__init__(counts_E1)
+        self.on_device, self._index_Tk, self._path = counts_E1[:-1], index_Tk, path
+
+    def wait(self) -> list[int]:
+        """The numbers. Raises ValueError where the router chose an expert that there is not."""
+        *counts, strange = super().wait()
+        if strange:
+            index_Tk = self._index_Tk
+            chosen = index_Tk[(index_Tk < 0) | (index_Tk >= len(counts))][0]
+            raise ValueError(f"{self._path}: the router chose expert {int(chosen)} of {len(counts)}")
+        return counts
+
+
 class HfExperts(DeepSpeedExperts):
     """Drop-in for Hugging Face's experts modules: ``(hidden [T, h], top_k_index [T, k], top_k_weights [T, k])``.
 
@@ -135,17 +156,15 @@ class HfExperts(DeepSpeedExperts):
         weights_Tk = top_k_weights if routing_weights is None else routing_weights
         if index_Tk is None or weights_Tk is None or index_Tk.shape != weights_Tk.shape:
             raise ValueError(f"{self.path}: experts need indices and weights [tokens, top-k] of the router")
-        coming = ComingCounts(self._counts_of(index_Tk))
+        coming = ChosenCounts(self._counts_of(index_Tk), index_Tk, path=self.path)
         combine = Combine.of_routing(index_Tk, each=self.eager)
         weights_N = weights_Tk.reshape(-1).index_select(0, combine.order_N)
         by_index = self.run.ranks.size == 1 and self.context.backend.by_index
         x = hidden_states if by_index else hidden_states.index_select(0, combine.token_N)
-        *counts, strange = coming.wait()
-        if strange:
-            chosen = index_Tk[(index_Tk < 0) | (index_Tk >= self.all_experts)][0]
-            raise ValueError(f"{self.path}: the router chose expert {int(chosen)} of {self.all_experts}")
         if by_index:
-            return super().forward(x, counts, weights_N, combine.token_N, combine)
+            told = coming if self.goes_ahead else coming.wait()
+            return super().forward(x, told, weights_N, combine.token_N, combine)
+        counts = coming.wait()
         return self._combine(self._outputs(x, counts) * weights_N.unsqueeze(-1), combine, hidden_states.dtype)
 
     def _counts_of(self, index_Tk: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,10 @@ def enable_from_args(args: argparse.Namespace, *, announce: bool = True) -> Runt
     if config is None:
         return None
     check_supported(args, config)
-    runtime = patches.enable(config, announce=announce)
+    try:
+        runtime = patches.enable(config, announce=announce)
+    except ValueError as problem:
+        raise ValueError(in_words_of_flags(str(problem), args)) from problem
     runtime.export.folder = runtime.export.folder or getattr(args, "save", None)
     return runtime
 

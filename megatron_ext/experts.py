@@ -49,7 +49,8 @@ class MegaScaleExperts(PagedExperts):
 
     Raises:
         ValueError: an experts class other than ``SequentialMLP``, an unsupported activation, a page size that does
-        not fit, experts spread over ranks in a way that :func:`megatron_ext.support.check_spread` refuses.
+        not fit, experts spread over ranks in a way that :func:`megatron_ext.support.check_spread` refuses, process
+        groups of other sizes than the configuration's.
 
     Attributes:
         first_neuron, neurons_of_all: of an expert, the first neuron that is here and how many there are on all ranks
@@ -73,6 +74,8 @@ class MegaScaleExperts(PagedExperts):
                 "leave out --moe-grouped-gemm, so that stock uses SequentialMLP"
             )
         support.check_spread(config)
+        if pg_collection is not None:
+            support.check_groups(config, pg_collection)
         shell = _built(stock_spec, config, pg_collection)
         mlp = shell.local_experts[0]
         wide, hidden = mlp.linear_fc1.weight.shape

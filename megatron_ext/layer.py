@@ -21,6 +21,13 @@ from megatron_ext.local_dispatch import LocalTokenDispatcher, takes_the_place_of
 from megatron_ext.patches import active_runtime
 from megatron_ext.runtime import Runtime
 
+NO_OPTIMIZER = (
+    "gradients of experts are computed, and no optimizer steps these experts: they are in pages, not in "
+    "model.parameters(). To train them make the optimizer with megatron.core's get_megatron_optimizer, before "
+    "the first step"
+)
+"""Said once where a loop makes an optimizer of its own, which would leave experts as they are."""
+
 
 class MegaScaleMoELayer(MoELayer):
     """Stock's MoE layer with :class:`MegaScaleExperts` in place of its experts module, and perhaps its dispatcher."""
@@ -82,6 +89,8 @@ class MegaScaleMoELayer(MoELayer):
         """As stock's: what the experts make of dispatched tokens, ready to be combined."""
         dispatcher, experts = self.token_dispatcher, self.experts
         assert isinstance(experts, MegaScaleExperts)
+        if experts.adam is None and experts.trainable and self.training and torch.is_grad_enabled():
+            self._runtime.warn_once(NO_OPTIMIZER)
         if isinstance(dispatcher, LocalTokenDispatcher):
             return dispatcher.compute(experts, hidden_states, probs), None
         if isinstance(dispatcher, GroupsTokenDispatcher) and not self.config.moe_apply_probs_on_input:

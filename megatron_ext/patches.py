@@ -166,8 +166,13 @@ def enable(config: MegaScaleConfig | None = None, *, announce: bool = True) -> R
 
     Raises:
         RuntimeError: stock is not what a patch expects; nothing is changed then.
-        ValueError: already enabled with another configuration.
+        ValueError: already enabled with another configuration; something else than a configuration.
     """
+    if not (config is None or isinstance(config, MegaScaleConfig)):
+        raise ValueError(
+            f"enable() takes a MegaScaleConfig, not {config!r}; make one with MegaScaleConfig.from_mapping(...), of "
+            "nested mappings, or MegaScaleConfig.from_file(...)"
+        )
     if _registry.runtime is not None:
         if config is not None and config != _registry.runtime.config:
             raise ValueError(

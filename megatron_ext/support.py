@@ -8,7 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,26 @@ def check_spread(options: object) -> None:
             f"--expert-tensor-parallel-size {spread} with --tensor-model-parallel-size {tensor} needs "
             "--expert-model-parallel-size above 1: without it stock averages gradients of different parts of experts"
         )
+
+
+def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Refuses a model whose configuration and process groups disagree about how experts are shared out.
+
+    Stock shares experts out by the groups, and by the configuration decides who has the same ones: where these differ
+    it averages gradients of different experts, and says nothing.
+
+    Raises:
+        ValueError: names the option and both sizes.
+    """
+    sizes = {"expert_model_parallel_size": groups.ep.size(), "expert_tensor_parallel_size": groups.expt_tp.size()}
+    for option, size in sizes.items():
+        given = getattr(config, option) or 1
+        if given != size:
+            raise ValueError(
+                f"{option}={given} in the model's configuration (TransformerConfig), and its process groups have "
+                f"{size} rank{'s' * (size != 1)}: stock would reduce gradients among the wrong ranks; give "
+                "TransformerConfig and initialize_model_parallel() the same size"
+            )
 
 
 def _check_checkpoints(args: argparse.Namespace, *, paged: bool) -> None:

@@ -56,9 +56,12 @@ def build(output: Path, *, library: Path, max_bytes: int) -> tuple[int, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--max-bytes", type=int, default=4_000_000)
-    parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    parser.add_argument("output", type=Path, metavar="FILE", help="where the text goes")
+    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="size at most (default 4000000)")
+    standard = Path(sysconfig.get_path("stdlib"))
+    parser.add_argument(
+        "--library", type=Path, default=standard, help="folder of sources (default: the standard library)"
+    )
     args = parser.parse_args(argv)
     if args.max_bytes < 1:
         parser.error(f"--max-bytes {args.max_bytes} must be at least 1")

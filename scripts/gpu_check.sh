@@ -26,6 +26,7 @@ while (($#)); do
         --tests) parts=" tests " ;;
         --rows) parts=" rows " ;;
         --again) again=1 ;;
+        -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
         *) usage "unknown argument $1" ;;
     esac
     shift || usage "an argument has no value"

@@ -20,11 +20,14 @@ data_path=
 while (($#)); do
     case $1 in
         --data-path)
-            (($# >= 2)) || refuse "--data-path needs a file or folder"
+            [[ -n ${2:-} ]] || refuse "--data-path needs a file or folder"
             data_path=$2
             shift
             ;;
-        --data-path=*) data_path=${1#*=} ;;
+        --data-path=*)
+            data_path=${1#*=}
+            [[ -n $data_path ]] || refuse "--data-path needs a file or folder"
+            ;;
         -h | --help)
             usage
             exit

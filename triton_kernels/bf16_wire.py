@@ -37,7 +37,9 @@ def bf16_wire(
     number = tl.program_id(0)
     row = segments + 3 * tl.load(blocks + 2 * number)
     at = count_at(blocks + 2 * number + 1, ALIGNED) + tl.arange(0, BLOCK)
-    g_at = pointer_to(tl.load(row), tl.float32, ALIGNED) + at
+    address = tl.load(row)
+    tl.device_assert(address != 0, "a gradient that is not resident is read or written")
+    g_at = pointer_to(address, tl.float32, ALIGNED) + at
     w_at = wire + count_at(row + 2, ALIGNED) + at
     mask = at < count_at(row + 1, ALIGNED)
     if PACK:

@@ -41,7 +41,9 @@ def gradient_statistics(
     number = tl.program_id(0)
     segment, start = tl.load(chunks + 2 * number), count_at(chunks + 2 * number + 1, ALIGNED)
     numel = count_at(segments + 2 * segment + 1, ALIGNED)
-    g_at = pointer_to(tl.load(segments + 2 * segment), GRADIENT, ALIGNED) + start
+    address = tl.load(segments + 2 * segment)
+    tl.device_assert(address != 0, "a gradient that is not resident is measured")
+    g_at = pointer_to(address, GRADIENT, ALIGNED) + start
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     absolute = tl.zeros((BLOCK,), dtype=tl.float64)
     squares = tl.zeros((BLOCK,), dtype=tl.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -62,6 +62,9 @@ def paged_adam(
             return
     number = tl.program_id(0)
     row = segments + tl.load(blocks + 2 * number) * COLUMNS
+    first, count = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
+    if count == 0:
+        return
     start = count_at(blocks + 2 * number + 1, ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count_at(row + 5, ALIGNED) - start
@@ -79,7 +82,6 @@ def paged_adam(
         gradient = tl.load(g_at, mask=mask & (given != 0), other=0.0).to(tl.float32)
         if CLIP:
             gradient = gradient * clip
-    first, count = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
     for step in range(count):
         scalars = records + (first + step) * SCALARS
         weight_decay = tl.load(scalars)
@@ -104,16 +106,25 @@ def paged_adam(
 
 
 def launch_adam(
-    segments: Sequence[AdamSegment], *, decoupled: bool, clip: float | None = None, stop: torch.Tensor | None = None
+    segments: Sequence[AdamSegment],
+    *,
+    decoupled: bool,
+    clip: float | None = None,
+    stop: torch.Tensor | None = None,
+    due: torch.Tensor | None = None,
 ) -> None:
     """Steps segments in one launch; see :func:`paged_adam`. Gradients are multiplied by ``clip`` where it is given.
 
-    Nothing changes where the device finds ``stop`` (int32 ``[1]``) not to be 0.
+    Nothing changes where the device finds ``stop`` (int32 ``[1]``) not to be 0. ``due`` int64 ``[segments]``: how many
+    of its records a segment takes, the last ones, as the device finds.
 
     Raises:
         ValueError: a tensor that does not fit, a gradient without moments, a moment without the other one.
     """
-    segments = [s for s in segments if s.p.numel() and s.records]
+    if due is not None:
+        require("due", due, dtype=torch.int64, device=due.device, shape=(len(segments),))
+    elif not all(s.p.numel() and s.records for s in segments):
+        segments = [s for s in segments if s.p.numel() and s.records]
     if not segments:
         return
     for segment in segments:
@@ -127,13 +138,19 @@ def launch_adam(
                 raise ValueError(f"{name}: on {tensor.device}, must be on {device} like p")
     if stop is not None:
         require("stop", stop, dtype=torch.int32, device=device, shape=(1,))
-    table, records = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64), _Records()
+    table = np.zeros((len(segments), _SEGMENT_COLUMNS), dtype=np.int64)
+    records = _Records(sorted((s.records for s in segments), key=len, reverse=True))
     for number, s in enumerate(segments):
         addresses = [0 if t is None else t.data_ptr() for t in (s.p, s.m, s.v, s.g, s.weight)]
         table[number] = (*addresses, s.p.numel(), records.place(s.records), len(s.records))
     blocks = blocks_of(table[:, 5], BLOCK)
+    there = upload(device, table, blocks, records.table())
+    if due is not None:
+        require("due", due, dtype=torch.int64, device=device)
+        there[0][:, 6] += there[0][:, 7] - due
+        there[0][:, 7] = due
     paged_adam[(len(blocks),)](
-        *upload(device, table, blocks, records.table()),
+        *there,
         1.0 if clip is None else clip,
         stop,
         DECOUPLED=decoupled,
@@ -149,19 +166,27 @@ def launch_adam(
 
 
 class _Records:
-    """The steps of all segments; those that many have in common are there once."""
+    """The steps of all segments; those that many have in common are there once.
 
-    def __init__(self) -> None:
+    Pages that are behind have missed the last steps of one history, more of them or fewer: they share its end.
+    """
+
+    def __init__(self, longest_first: Iterable[Sequence[StepRecord]]) -> None:
         self._scalars: list[tuple[float, ...]] = []
-        self._known: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, tuple[tuple[int, ...], int]] = {}  # by last record: the records and where they begin
+        for records in longest_first:
+            self.place(records)
 
     def place(self, records: Sequence[StepRecord]) -> int:
         """Where ``records`` begin in the table."""
-        key = tuple(map(id, records))
-        if key not in self._known:
-            self._known[key] = len(self._scalars)
+        if not records:
+            return 0
+        wanted = tuple(map(id, records))
+        known, first = self._known.get(wanted[-1], ((), 0))
+        if known[-len(wanted) :] != wanted:
+            known, first = self._known[wanted[-1]] = wanted, len(self._scalars)
             self._scalars += [astuple(StepScalars.of(record)) for record in records]
-        return self._known[key]
+        return first + len(known) - len(wanted)
 
     def table(self) -> np.ndarray:
         """fp32 ``[steps, 8]``."""

@@ -37,8 +37,10 @@ def scaled_clip(segments, blocks, coefficients, GRADIENT: tl.constexpr, ALIGNED:
     coefficient = tl.load(coefficients + tl.load(row + 2))
     if coefficient == 1.0:
         return
+    address = tl.load(row)
+    tl.device_assert(address != 0, "a gradient that is not resident is scaled")
     at = count_at(blocks + 2 * number + 1, ALIGNED) + tl.arange(0, BLOCK)
-    g_at = pointer_to(tl.load(row), GRADIENT, ALIGNED) + at
+    g_at = pointer_to(address, GRADIENT, ALIGNED) + at
     mask = at < count_at(row + 1, ALIGNED)
     g = tl.load(g_at, mask=mask, other=0.0).to(tl.float32) * coefficient
     tl.store(g_at, g.to(GRADIENT), mask=mask)

@@ -209,6 +209,8 @@ class _Columns:
     @classmethod
     def of(cls, experts: PagedExperts, names: Sequence[PageName], *, with_state: bool) -> _Columns:
         table = experts.manager.table
+        if experts.manager.whole.unsettled:
+            experts.manager.whole.settle()
         wanted = [p for p in STATE_PLANES if p in experts.pages.dtypes] if with_state else [Plane.WEIGHT]
         ids = {plane: experts.page_ids(plane, names) for plane in wanted}
         present = {plane: table.tier[of_plane] != ABSENT for plane, of_plane in ids.items()}

@@ -23,8 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = commands.add_parser("verify", help="check every byte of one checkpoint, or of all in a folder")
     show = commands.add_parser("show", help="what a checkpoint holds")
     collect = commands.add_parser("gc", help="remove all but the newest checkpoints and what they need")
-    for command in (listing, verify, show, collect):
-        command.add_argument("folder", type=Path, help="FOLDER; for verify and show FOLDER/TAG, too")
+    for command, more in (
+        (listing, ""),
+        (verify, ", or FOLDER/TAG for one of them"),
+        (show, ", or FOLDER/TAG"),
+        (collect, ""),
+    ):
+        command.add_argument("folder", type=Path, metavar="FOLDER", help=f"of checkpoints, as given to --save{more}")
     checkpoint_convert.add_arguments(
         commands.add_parser("convert", help="to Megatron's, DeepSpeed's or Hugging Face's format, or back")
     )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megascale_omni.heat.report import RankReport
 
 MOST_NAMED = 16
 
@@ -24,6 +28,19 @@ def _told(experts: Sequence[int], state: str) -> str:
     return f"{len(experts)} {state} ({' '.join(map(str, experts))})"
 
 
+def _work(milliseconds: Sequence[int] | None) -> str:
+    """How long a layer's experts worked, and who did most of it."""
+    if not milliseconds or not sum(milliseconds):
+        return ""
+    most = max(range(len(milliseconds)), key=lambda expert: milliseconds[expert])
+    share = 100 * milliseconds[most] / sum(milliseconds)
+    return f"; {sum(milliseconds) / 1e3:.1f} s of work, {share:.0f} % by expert {most}"
+
+
+def _works(report: RankReport) -> list[Sequence[int] | None]:
+    return report.heat[-1].get("work_milliseconds") or [None] * len(report.modules)
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints the last states, module by module; returns 0."""
     from megascale_omni.heat.report import of_newest_ranks, read_report
@@ -34,10 +51,11 @@ def run(args: argparse.Namespace) -> int:
     grid, steps, begins = heat_grid(reports)
     ends = [row for row, _ in begins[1:]] + [len(grid)]
     print(f"after step {steps[-1]}:")
-    for (row, name), end in zip(begins, ends, strict=True):
+    works = [work for report in reports for work in _works(report)]
+    for (row, name), end, work in zip(begins, ends, works, strict=True):
         last = grid[row:end, -1]
         told = ", ".join(_told((last == state).nonzero()[0].tolist(), state.name.lower()) for state in reversed(Heat))
-        print(f"  {name}: {told}")
+        print(f"  {name}: {told}{_work(work)}")
     if args.png:
         draw_heat(reports, args.png)
         print(f"picture: {args.png}")

@@ -36,12 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flops", type=float, metavar="N", help="FLOP/s that products reach, instead of the device's")
     parser.add_argument("--disk-bandwidth", metavar="RATE", help="bytes a second, or auto: measure --disk-path")
     parser.add_argument("--disk-path", default=".", metavar="DIR", help="where auto measures (default: here)")
-    parser.add_argument("--page-size", default="16MiB", metavar="SIZE")
-    parser.add_argument("--budget", metavar="SIZE", help="plan for this device budget instead of advising one")
-    parser.add_argument("--expert-parallel", type=int, metavar="N", help="default: the model's, or 1")
-    parser.add_argument("--pipeline-parallel", type=int, metavar="N", help="default: the model's, or 1")
     parser.add_argument(
-        "--data-parallel", type=int, metavar="N", help="ranks that have other samples, those of expert parallelism too"
+        "--page-size", default="16MiB", metavar="SIZE", help="as in --megascale-page-size (default 16MiB)"
+    )
+    parser.add_argument("--budget", metavar="SIZE", help="plan for this device budget instead of advising one")
+    parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="ranks that share a layer's experts (default: the model's, or 1)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=int, metavar="N", help="ranks that share the layers (default: the model's, or 1)"
+    )
+    parser.add_argument(
+        "--data-parallel", type=int, metavar="N", help="ranks that share a batch (default: those that share experts)"
     )
     parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
     parser.add_argument("--trace", metavar="FILE", help="of a run of this model: what a step moves follows from it")
@@ -116,7 +125,7 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     if memory is not None and memory < 1:
         raise ValueError(f"--device-memory={args.device_memory} is not more than nothing")
     if args.flops is not None and not 0 < args.flops < math.inf:
-        raise ValueError(f"--flops {args.flops} is no number of operations a second; write e.g. 4e14")
+        raise ValueError(f"--flops {args.flops:g} must be a number of operations a second, more than 0, e.g. 4e14")
     if here:
         from megascale_omni.planner.probe import measure_here, memory_here, paging_efficiency
 

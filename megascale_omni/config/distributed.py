@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megascale_omni.config.sizes import path_or_none
+
 Dispatcher = Literal["stock", "groups"]
 Move = Literal["auto", "tokens", "pages"]
 Discovery = Literal["allgather", "gossip"]
@@ -25,8 +27,8 @@ class DistributedConfig:
         group_cache: groups (sets of ranks) that are remembered.
         topology: file that says where ranks are and what links carry; ``auto`` moves decide by it. None: bytes decide.
         placement: file that says which rank keeps which expert; None: experts by number, as stock.
-        grad_wire: what expert gradients travel in between the ranks that have copies of an expert: ``fp32`` (as they
-            are), or ``bf16``, once, summed in fp32.
+        grad_wire: what expert gradients travel in between the ranks that have copies of an expert, and home from where
+            its pages travelled: ``fp32`` (as they are), or ``bf16``, once, summed in fp32.
         fetch: when updated pages go to ranks that do not keep their optimizer state: all of them at each ``step``, or
             on ``demand``, those that tokens are about to need.
     """
@@ -50,6 +52,7 @@ class DistributedConfig:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"distributed.group_cache={size!r} must be a whole number of entries, 1 or more")
         for key in ("topology", "placement"):
+            object.__setattr__(self, key, path_or_none(getattr(self, key), key=f"distributed.{key}", what="file"))
             if getattr(self, key) is not None and self.dispatcher != "groups":
                 raise ValueError(
                     f"distributed.{key}={getattr(self, key)} has no effect with the framework's own dispatcher; add "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megascale_omni.config.sizes import path_or_none
+
 
 @dataclass(frozen=True)
 class ObserveConfig:
@@ -18,3 +20,7 @@ class ObserveConfig:
     trace: str | None = None
     report: str | None = None
     routing: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, what in {"trace": "file", "report": "folder", "routing": "folder"}.items():
+            object.__setattr__(self, key, path_or_none(getattr(self, key), key=f"observe.{key}", what=what))

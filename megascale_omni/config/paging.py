@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megascale_omni.config.sizes import check_number, parse_budget, parse_bytes
+from megascale_omni.config.sizes import check_number, parse_budget, parse_bytes, path_or_none
 from megascale_omni.paging.layout import DEFAULT_PAGE_BYTES, MAX_PAGE_BYTES, MIN_PAGE_BYTES
 
 Checksum = Literal["auto", "xxh3", "crc32", "off"]
@@ -72,9 +71,7 @@ class PagingConfig:
             if getattr(self, key) not in (None, "auto"):
                 parse_budget(getattr(self, key), key=f"paging.{key}")
         if self.disk_path is not None:
-            if not isinstance(self.disk_path, str | os.PathLike) or not os.fspath(self.disk_path):
-                raise ValueError(f"paging.disk_path={self.disk_path!r} must be the path of a folder")
-            object.__setattr__(self, "disk_path", os.fspath(self.disk_path))
+            object.__setattr__(self, "disk_path", path_or_none(self.disk_path, key="paging.disk_path", what="folder"))
         if self.device_budget is not None and self.disk_path is None:
             raise ValueError(
                 f"paging.device_budget={self.device_budget} needs a folder on a disk for the pages that do not fit; "

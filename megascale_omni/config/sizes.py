@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from megascale_omni.paging.budget import Budget, parse_percent
@@ -40,6 +41,15 @@ def parse_budget(value: object, *, key: str) -> Budget:
     if nbytes < 0:
         raise ValueError(f"{key}={value} is negative; give a size, e.g. 8GiB, or a percentage of all pages, e.g. 25%")
     return Budget(nbytes=nbytes)
+
+
+def path_or_none(value: object, *, key: str, what: str) -> str | None:
+    """A path as text, or None. ValueError for what is no path, e.g. the number that YAML makes of ``report: 5``."""
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError(f"{key}={value!r} must be the path of a {what}")
+    return str(os.fspath(value))
 
 
 def check_number(section: str, config: object, key: str, *, most: float, what: str) -> None:

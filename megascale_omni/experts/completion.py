@@ -161,7 +161,8 @@ class LastGradients:
         if again:
             raise RuntimeError(
                 f"{experts.path}, local expert {again[0]}: backward {self._seen[experts]} of a step that was announced "
-                f"with {self._backwards()}; its gradient is complete and may have been used; {OFF}"
+                f"with {self._backwards()}; its gradient is complete and may have been used; drop gradients before "
+                f"every step (zero_grad_buffer() of the model), or {OFF}"
             )
         return _Finisher(self, experts) if self._seen[experts] == self._backwards() else None
 

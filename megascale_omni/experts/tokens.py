@@ -32,7 +32,7 @@ class ComingCounts:
     """
 
     def __init__(self, counts_E: torch.Tensor) -> None:
-        self.on_device = counts_E
+        self.on_device, self.caught_up_at = counts_E, -1
         self._counts_E, self._event = counts_E, None
         if counts_E.is_cuda:
             self._counts_E = torch.empty(counts_E.shape, dtype=counts_E.dtype, pin_memory=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from megascale_omni.config import HeatConfig
 from megascale_omni.heat.stored import FORWARDS, TOKENS, USES, Counts
+from megascale_omni.heat.work_time import WorkTime
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.observe import Observer
@@ -32,6 +33,10 @@ class HeatMap(Observer):
         self._parts = max(1, config.window_steps // config.refresh_steps)
         self.travels: dict[int, int] = {}
         self._routed: dict[int, list[tuple[int, np.ndarray]]] = {}  # forwards that are not counted yet: (step, counts)
+        self.work_time = WorkTime.on(
+            manager.arena.device, waited=lambda: manager.pager.counts["stall_microseconds"] / 1e6
+        )
+        self._heats = False  # the sweep at hand
         self._tokens: dict[int, np.ndarray] = {}  # of the part at hand, [experts]
         self._forwards: dict[int, np.ndarray] = {}  # of the part at hand with tokens of each expert, [experts]
         self._uses = np.zeros(0, dtype=np.int64)  # of page indices
@@ -42,7 +47,8 @@ class HeatMap(Observer):
 
     def visited(self, visit: Visit, pages: np.ndarray) -> None:
         """See Observer. A visit holds each of its pages once: they are counted as it begins."""
-        if visit.phase not in HEATING:
+        self._heats = visit.phase in HEATING
+        if not self._heats:
             return
         self._see_all_pages()
         self._uses[self._manager.numbering.entries[visit.module].first_index + pages] += len(visit.planes)
@@ -51,6 +57,15 @@ class HeatMap(Observer):
         more = self._manager.numbering.num_indices - len(self._uses)
         if more > 0:
             self._uses = np.concatenate([self._uses, np.zeros(more, dtype=np.int64)])
+
+    def working(self, module: int) -> None:
+        """See Observer."""
+        if self._heats:
+            self.work_time.begin()
+
+    def worked(self, module: int) -> None:
+        """See Observer."""
+        self.work_time.end(module)
 
     def routed(self, module: int, counts: np.ndarray) -> None:
         """See Observer. Forwards are counted together, when somebody asks or there are many."""
@@ -111,6 +126,7 @@ class HeatMap(Observer):
             past = self._past.setdefault(module.entry.module, [])
             past.append(self._open(module.entry))
             del past[: -self._parts]
+            self.work_time.split(module.entry.module, past[-1][:, TOKENS])
         self._tokens.clear()
         self._forwards.clear()
         self._uses[:] = 0

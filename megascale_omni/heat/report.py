@@ -5,8 +5,9 @@
 experts, the arena's limit), which is written again where something of it has changed: after a resize, say. A line of
 kind ``step`` follows every training step: bytes by tier and plane, counters since the process began, of pages and of
 the groups dispatcher, and how long the step took, without what followed it (validation, a save). A line of kind
-``heat`` follows every look at the heat map, and the last step: for each module its experts' states, one digit each (see
-states.Heat), and scores in hundredths. A line of kind ``end`` is the last one, where the run was not killed.
+``heat`` follows every look at the heat map, and the last step: for each module its experts' states, one digit each
+(see states.Heat), scores in hundredths, and milliseconds of work since the process began [Note: work time]. A line of
+kind ``end`` is the last one, where the run was not killed.
 
 A run that resumes goes on in the same files: what they tell of steps that it makes again is cut off, and another
 ``begin`` says that counters start anew. A run from step 1 begins them anew.
@@ -15,8 +16,10 @@ A run that resumes goes on in the same files: what they tell of steps that it ma
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from megascale_omni.heat.keeper import HeatKeeper
 from megascale_omni.paging.manager import ExpertManager
 from megascale_omni.paging.planes import NUM_PLANES, Plane
 from megascale_omni.paging.tiers import TierKind
+
+logger = logging.getLogger(__name__)
 
 TIERS = (TierKind.DEVICE, TierKind.HOST, TierKind.DISK)
 
@@ -55,7 +60,9 @@ class ReportWriter:
             self._path = Path(folder) / f"rank{rank}.jsonl"
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"report folder {folder} cannot be written: {error.strerror}; give another one") from error
+            raise ValueError(
+                f"report folder {folder} cannot be written: {error.strerror}; give another one (--megascale-report)"
+            ) from error
         self._described = ""
         self._told = self._looked = 0  # newest step with a line, and with a look
         self._start = time.monotonic()
@@ -67,11 +74,25 @@ class ReportWriter:
             keeper.on_refresh = self._heat
 
     def _write(self, kind: str, **values: object) -> None:
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        if not self._file.closed:
+            with self._or_end():
+                self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+                self._file.flush()  # the process may be killed
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """A report that cannot be written any more, on a full disk, say, must not end what it reports."""
+        try:
+            yield
+        except OSError as error:
+            logger.error("the report %s ends here: %s; the run goes on", self._path, error.strerror or error)
+            with suppress(OSError):
+                self._file.close()
 
     def _go_on(self, step: int) -> None:
         """The first line is about to be written: of earlier runs what came before ``step``, the next one, stays."""
-        self._file.truncate(length_before(self._path, step))
+        with self._or_end():
+            self._file.truncate(length_before(self._path, step))
         self._write("begin", world=self._world)
         self._told = step - 1
 
@@ -120,7 +141,6 @@ class ReportWriter:
             counts=self._manager.stats(),
             groups=self._groups(),
         )
-        self._file.flush()  # the process may be killed
 
     def _heat(self, step: int) -> None:
         assert self._keeper is not None
@@ -134,15 +154,20 @@ class ReportWriter:
             step=step - 1,
             states=["".join(map(str, states.tolist())) for states, _ in looks],
             scores=[(score * 100).round().astype(int).tolist() for _, score in looks],
+            work_milliseconds=[self._work_of(module.entry.module) for module in self._manager.modules],
             counts=self._keeper.counts,
         )
-        self._file.flush()
+
+    def _work_of(self, module: int) -> list[int] | None:
+        assert self._keeper is not None
+        seconds = self._keeper.map.work_time.seconds(module)
+        return None if seconds is None else (seconds * 1e3).round().astype(int).tolist()
 
     def close(self) -> None:
         """Ends the file, with a last look at the heat map where steps followed the one before. Idempotent."""
         if not self._file.closed and self._keeper is not None and self._described and self._told > self._looked:
             self._heat(self._told + 1)
-        if not self._file.closed and self._described:
+        if self._described:
             self._write("end")
         self._file.close()
 

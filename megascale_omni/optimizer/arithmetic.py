@@ -93,11 +93,17 @@ class AdamArithmetic(Protocol):
         ...
 
     def advance_all(
-        self, segments: Sequence[AdamSegment], *, clip: float | None, stop: torch.Tensor | None = None
+        self,
+        segments: Sequence[AdamSegment],
+        *,
+        clip: float | None,
+        stop: torch.Tensor | None = None,
+        due: torch.Tensor | None = None,
     ) -> None:
         """The bits of :meth:`advance` for each segment, gradients (in fp32) multiplied by ``clip`` first.
 
-        Nothing changes where ``stop`` (int32 ``[1]``, on the device) is not 0.
+        Nothing changes where ``stop`` (int32 ``[1]``, on the device) is not 0. With ``due`` (int64 ``[segments]``,
+        likewise) a segment takes so many of its records, the last ones.
         """
         ...
 
@@ -164,6 +170,7 @@ class _InSteps:
         *,
         clip: float | None,
         stop: torch.Tensor | None = None,
+        due: torch.Tensor | None = None,
     ) -> None:
         """See :class:`AdamArithmetic`."""
         raise RuntimeError(f"{self.name} steps segments one by one")

@@ -82,12 +82,17 @@ class _CudaAdam:
         return self.kernels and (device.type == "cuda" or is_interpreted())
 
     def advance_all(
-        self, segments: Sequence[AdamSegment], *, clip: float | None, stop: torch.Tensor | None = None
+        self,
+        segments: Sequence[AdamSegment],
+        *,
+        clip: float | None,
+        stop: torch.Tensor | None = None,
+        due: torch.Tensor | None = None,
     ) -> None:
         """See :class:`AdamArithmetic`. One launch, one pass over memory."""
         from megascale_omni.kernels.paged_adam import launch_adam
 
-        launch_adam(segments, decoupled=self.decoupled, clip=clip, stop=stop)
+        launch_adam(segments, decoupled=self.decoupled, clip=clip, stop=stop, due=due)
 
     def _on_host(
         self,

@@ -22,10 +22,12 @@ from megascale_omni.optimizer.arithmetic import AdamArithmetic
 from megascale_omni.optimizer.coming import ComingStep
 from megascale_omni.optimizer.fetch import PageFetcher
 from megascale_omni.optimizer.history import History
+from megascale_omni.optimizer.replay_ahead import ReplayAhead
 from megascale_omni.optimizer.state_sweeps import MOMENTS, PageStep, StateSweeps, forget_gradients
 from megascale_omni.optimizer.together import Together
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
+from megascale_omni.paging.tiers import ABSENT
 from megascale_omni.schedule import Phase
 
 
@@ -97,7 +99,7 @@ class PagedAdam:
             manager, ids = experts.manager, experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
             manager.catch_up(experts.pages, ids)  # an optimizer before this one
             waits = self.shards.size == 1 or self.fetcher is not None
-            manager.set_catch_up(experts.pages, self.catch_up if waits else None, is_current=self.is_current)
+            manager.set_catch_up(experts.pages, self if waits else None, ahead=ReplayAhead(self))
             experts.fetch = None if self.fetcher is None else partial(self.fetch_experts, experts)
             manager.table.last_step[ids] = 0
             if Plane.MASTER in experts.pages.dtypes:
@@ -154,7 +156,7 @@ class PagedAdam:
             step: PageStep = partial(self._step_page, experts, clip=clip)
             replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
             if together is not None:
-                step = replay = partial(self._note_page, experts, together)
+                step = replay = partial(self.note_page, experts, together)
             self._sweeps.each(experts, stepped, step, also=(Plane.GRADIENT, *MOMENTS))
             forget_gradients(experts, [(int(e), int(s)) for e, s in np.argwhere(present)])
             kept = not experts.manager.pager.can_evict
@@ -218,10 +220,10 @@ class PagedAdam:
     ) -> None:
         """The coming step of a page, which stays as it is where the device finds ``stop`` not to be 0."""
         alone = Together(experts, self.arithmetic)
-        self._note_page(experts, alone, name, pages, coming=True)
+        self.note_page(experts, alone, name, pages, coming=True)
         alone.launch(stop=stop)
 
-    def _note_page(
+    def note_page(
         self,
         experts: PagedExperts,
         together: Together,
@@ -297,6 +299,8 @@ class PagedAdam:
         experts = self._by_module.get(module.entry.module)
         if experts is None:
             return
+        if experts.manager.whole.unsettled:
+            experts.manager.whole.settle()
         last_steps = experts.manager.table.last_step[page_ids]
         if self.is_open and (last_steps > self.num_steps).any():
             raise RuntimeError(
@@ -317,13 +321,17 @@ class PagedAdam:
         if together is not None:
             together.launch()
 
-    def is_current(self, module: PagedModule) -> bool:
-        """Whether no weight page of a module has missed a step, and none has taken the coming one."""
+    def experts_of(self, module: PagedModule) -> PagedExperts | None:
+        """The experts of a module, where this optimizer steps them."""
+        return self._by_module.get(module.entry.module)
+
+    def is_behind(self, module: PagedModule, page_ids: np.ndarray) -> np.ndarray:
+        """Mask: which weight pages of a module have missed a step."""
         experts = self._by_module.get(module.entry.module)
         if experts is None:
-            return True
-        ids = experts.manager.ids(module, Plane.WEIGHT, range(experts.num_experts))
-        return not self.is_open and bool((experts.manager.table.last_step[ids] >= self.num_steps).all())
+            return np.zeros(len(page_ids), dtype=bool)
+        behind: np.ndarray = experts.manager.table.last_step[page_ids] < self.num_steps
+        return behind
 
     # -- pages on demand -----------------------------------------------------------------------------------------------
 
@@ -356,7 +364,7 @@ class PagedAdam:
         planes += MOMENTS if self._has_moments(experts, name) else ()
         replay: PageStep = partial(self._replay_page, experts, up_to=self.num_steps)
         if together is not None:
-            replay = partial(self._note_page, experts, together)
+            replay = partial(self.note_page, experts, together)
         self._sweeps.one(experts, name, replay, planes=planes)
 
     def _create(self, experts: PagedExperts, plane: Plane, name: PageName) -> np.ndarray:
@@ -364,7 +372,7 @@ class PagedAdam:
 
     def _has_moments(self, experts: PagedExperts, name: PageName) -> bool:
         """Whether a page that gets no gradient has moments that are not zero, or will have by the steps it missed."""
-        if experts.manager.present(experts.pages, Plane.MOMENT1)[name]:
+        if experts.manager.table.tier[experts.page_ids(Plane.MOMENT1, [name])] != ABSENT:
             return True
         if self.arithmetic.decoupled:
             return False

@@ -42,6 +42,10 @@ class Together:
             return None
         return cls(experts, arithmetic, clip)
 
+    def __len__(self) -> int:
+        """Regions of pages that have been added."""
+        return len(self._segments)
+
     def add(
         self,
         name: PageName,
@@ -61,13 +65,18 @@ class Together:
             self._clipped.append(g)  # where it is, as stock clips; a narrower one becomes fp32 first
         self._steps[name] = step
 
-    def launch(self, *, stop: torch.Tensor | None = None) -> None:
-        """All pages take their steps, unless the device finds ``stop`` (int32 ``[1]``) not to be 0."""
+    def launch(self, *, stop: torch.Tensor | None = None, due: torch.Tensor | None = None) -> None:
+        """All pages take their steps, unless the device finds ``stop`` (int32 ``[1]``) not to be 0.
+
+        ``due`` int64 ``[regions]``: how many steps each region takes, the last ones. The page table is not told: only
+        the device knows.
+        """
         if self._clipped and self.clip is not None:
-            torch._foreach_mul_(self._clipped, self.clip)
+            self.experts.manager.bulk.scale([self._clipped], [self.clip])
         if self._segments:
             clip = None if self._clipped else self.clip
-            self.arithmetic.advance_all(self._segments, clip=clip, stop=stop)
+            self.arithmetic.advance_all(self._segments, clip=clip, stop=stop, due=due)
+        if self._segments and due is None:
             ids = self.experts.page_ids(Plane.WEIGHT, list(self._steps))
             self.experts.manager.table.last_step[ids] = list(self._steps.values())
         self._segments, self._clipped, self._steps = [], [], {}

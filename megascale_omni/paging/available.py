@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from megascale_omni.config import PagingConfig, parse_budget
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.manager import PagingOptions
-from megascale_omni.paging.memory import HostMemory
+from megascale_omni.paging.memory import HostMemory, local_ranks
 from megascale_omni.paging.upkeep import UpkeepOptions
 
 AUTO_SHARE = 0.6
@@ -19,7 +17,7 @@ AUTO_SHARE = 0.6
 def available_host_bytes() -> int:
     """Memory that this process may still take, shared fairly with the other local ranks."""
     free = min(reading.free_bytes for reading in HostMemory().readings())
-    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return free // local_ranks()
 
 
 def paging_options(config: PagingConfig, device: torch.device) -> PagingOptions:

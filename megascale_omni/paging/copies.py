@@ -61,6 +61,12 @@ class Copier:
     def released(self, slots: Iterable[torch.Tensor]) -> None:
         """Compute has been given all that uses them for now."""
 
+    def created(self, slot: torch.Tensor) -> None:
+        """Compute is about to fill a device slot, before anybody leases it. Who was coming there is dropped."""
+
+    def leaves(self, slot: torch.Tensor) -> None:
+        """A device slot is about to be copied, as compute has left it."""
+
     def arrived(self, slot: torch.Tensor) -> None:
         """Waits, on this thread, until what was loaded into a device slot is there."""
 
@@ -96,6 +102,7 @@ class StreamCopier(Copier):
         self._used: dict[int, Event] = {}  # by address of a device slot: behind the last lease
         self._arriving: dict[int, tuple[int, Event]] = {}  # copies to it that compute has not waited for, numbered
         self._leaving: dict[int, Event] = {}  # by address of a host slot: the last copy out of it
+        self._new: set[int] = set()  # device slots that compute fills, and that nobody has leased yet
 
     # -- both ways -----------------------------------------------------------------------------------------------------
 
@@ -246,7 +253,20 @@ class StreamCopier(Copier):
         """See :class:`Copier`."""
         event = self.streams.mark()
         with self._lock:
-            self._used.update((slot.data_ptr(), event) for slot in slots)
+            addresses = [slot.data_ptr() for slot in slots]
+            self._used.update(dict.fromkeys(addresses, event))
+            self._new.difference_update(addresses)
+
+    def created(self, slot: torch.Tensor) -> None:
+        """See :class:`Copier`."""
+        self.acquired([slot])
+        with self._lock:
+            self._new.add(slot.data_ptr())
+
+    def leaves(self, slot: torch.Tensor) -> None:
+        """See :class:`Copier`: there is no lease's event behind what has filled it."""
+        if slot.data_ptr() in self._new:
+            self.released([slot])
 
     def arrived(self, slot: torch.Tensor) -> None:
         """See :class:`Copier`."""

@@ -112,6 +112,7 @@ class Departures:
         source, mover, disk = tiers.device.tensor(slot_class, slot), tiers.mover, tiers.disk
         assert mover is not None
         assert disk is not None
+        tiers.copier.leaves(source)
         self._pace.left()
         host_slot = None if to_disk else self._host.admit(page_id)
         if host_slot is not None:

@@ -2,12 +2,14 @@
 
 [Note: emergency]
 A budget is fixed when a run starts; what else needs memory (activations, another process) is not. So free memory is
-looked at as sweeps begin, at most every ``LOOK_SECONDS``. Where less than a share of it is free, pages give memory back
-until twice that share is: first memory that no page lies in, then clean pages without leases, dropped without a write,
-those needed last first; then dirty ones, which are written back. Leases are never touched, and every slot class keeps
-the slots that a run with that budget would need to start (two groups of pages that are worked on together), so that
-nothing waits for ever. Between two steps pages get back what has become free beyond twice the share, up to their
-budget. Residency decides about time only: no bit changes, and no other rank need know.
+looked at as sweeps begin, at most every ``LOOK_SECONDS``; less often while much is free, and ever less often where
+nothing was left to give: another process may keep a device full for hours. Where less than a share of it is free, pages
+give memory back until twice that share is (of memory that local ranks share, each rank its part): first memory that no
+page lies in, then clean pages without leases, dropped without a write, those needed last first; then dirty ones, which
+are written back. Leases are never touched, and every slot class keeps the slots that a run with that budget would need
+to start (two groups of pages that are worked on together), so that nothing waits for ever. Between two steps pages get
+back what has become free beyond twice the share, up to their budget. Residency decides about time only: no bit changes,
+and no other rank need know.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.25
 """Asking the system takes a tenth of a millisecond."""
 
+CALM, CALM_PAUSE = 4.0, 4.0
+"""Where so many times the share is free, so many times as long goes by until the next look."""
+
+LONGEST_PAUSE_SECONDS = 16.0
+"""Between two looks where there is nothing to give."""
+
 RELIEF = 2.0
 """How much of the share is free afterwards, lest the next look finds the same again."""
 
@@ -54,10 +62,10 @@ class ClassState:
 
 
 def missing_bytes(memory: FreeMemory, least: float) -> int:
-    """Bytes that pages should give back where less than the share ``least`` of memory is free; 0 where it is not."""
+    """Bytes that this process should give back where less than the share ``least`` of memory is free; 0 elsewhere."""
     if memory.share >= least:
         return 0
-    return math.ceil(RELIEF * least * memory.total_bytes) - memory.free_bytes
+    return math.ceil((math.ceil(RELIEF * least * memory.total_bytes) - memory.free_bytes) / memory.sharers)
 
 
 def limits_for(states: Mapping[SlotClass, ClassState], missing: int) -> dict[SlotClass, int]:
@@ -108,7 +116,7 @@ class Emergency:
 
     def __init__(self, manager: ExpertManager, *, least: float, probe: MemoryProbe, clock: Callable[[], float]) -> None:
         self._manager, self._least, self._probe, self._clock = manager, least, probe, clock
-        self._looked = -math.inf
+        self._looked, self._pause = -math.inf, 0.0
         self._told = False
         self.lowered = False
         """Whether an arena is smaller than its budget."""
@@ -118,14 +126,16 @@ class Emergency:
         if not self._least:
             return
         now = self._clock()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._looked < self._pause:
             return
-        self._looked = now
-        missing = missing_bytes(self._probe(), self._least)
+        self._looked, memory = now, self._probe()
+        missing = missing_bytes(memory, self._least)
         if missing > 0:
-            self._give_back(missing)
+            in_vain = not self._give_back(missing)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS) if in_vain and self._pause else LOOK_SECONDS
         else:
             self._told = False
+            self._pause = LOOK_SECONDS * (CALM_PAUSE if memory.share >= CALM * self._least else 1.0)
 
     def states(self) -> dict[SlotClass, ClassState]:
         """The device arena's classes as they are."""
@@ -144,7 +154,8 @@ class Emergency:
             )
         return found
 
-    def _give_back(self, missing: int) -> None:
+    def _give_back(self, missing: int) -> bool:
+        """Whether anything was given."""
         manager = self._manager
         pager, arena = manager.pager, manager.arena
         pager.poll()
@@ -153,7 +164,8 @@ class Emergency:
             c: slots if slots >= states[c].capacity else max(states[c].floor, arena.in_whole_segments(c, slots))
             for c, slots in limits_for(states, missing).items()
         }
-        before = dict(pager.counts)
+        limits = {c: slots for c, slots in limits.items() if slots < states[c].capacity}  # others have nothing to give
+        before, host_gave = dict(pager.counts), False
         for slot_class, slots in limits.items():
             limit = arena.limit(slot_class)
             if limit is not None and slots < limit:
@@ -167,14 +179,17 @@ class Emergency:
                 pager.restart_shadow(slot_class)
             pager.compact(slot_class)
         if arena.device.type == "cuda":
-            torch.cuda.empty_cache()
+            if limits:
+                torch.cuda.empty_cache()
         elif missing > reserved - arena.bytes_reserved:
-            self.lowered |= manager.limit_host(less_by=missing - reserved + arena.bytes_reserved)
+            host_gave = manager.shares.limit_host(less_by=missing - reserved + arena.bytes_reserved)
+            self.lowered |= host_gave
         written, gone = (pager.counts[name] - before.get(name, 0) for name in ("bytes_written", "pages_evicted"))
         if gone or reserved > arena.bytes_reserved:
             pager.counts["emergencies"] += 1
             pager.counts["emergency_pages"] += gone
         self._tell(missing, given=reserved - arena.bytes_reserved, gone=gone, written=written)
+        return bool(gone or reserved > arena.bytes_reserved or host_gave)
 
     def _send_away(self, slot_class: SlotClass) -> int:
         """Lets pages of a class leave until it is within its limit; how many."""
@@ -204,7 +219,7 @@ class Emergency:
         limits = {c: arena.limit(c) or 0 for c in needs}
         allowed = sum(slots * c.nbytes for c, slots in limits.items())
         promised = max(0, allowed - arena.bytes_reserved)  # and not taken yet
-        spare = memory.free_bytes - math.ceil(RELIEF * self._least * memory.total_bytes) - promised
+        spare = (memory.free_bytes - math.ceil(RELIEF * self._least * memory.total_bytes)) // memory.sharers - promised
         if spare <= 0:
             return
         budget = share(manager.options.device_budget, needs)
@@ -215,7 +230,7 @@ class Emergency:
                 manager.pager.restart_shadow(slot_class)
         if all(raised[c] >= slots for c, slots in budget.items()):
             self.lowered = False
-            manager.limit_host()
+            manager.shares.limit_host()
             nbytes = sum(slots * c.nbytes for c, slots in budget.items())
             logger.info("device memory is free again: pages have their budget of %d MiB back", nbytes // MIB)
 

@@ -177,6 +177,12 @@ class Forecast:
         for place in places[bisect.bisect_right(places, self.time - self._origin) :]:
             yield self._origin + place, self._coming[place]
 
+    @property
+    def next_visit(self) -> Visit | None:
+        """The visit after the current one, where it is known."""
+        place = max(0, self.time + 1 - self._origin)
+        return self._coming[place] if place < len(self._coming) else None
+
     def following(self, count: int) -> Sequence[Visit]:
         """The next ``count`` visits after the current one, as far as they are known."""
         start = max(0, self.time + 1 - self._origin)

@@ -70,6 +70,18 @@ class PagedModule:
         return found
 
 
+class CatchesUp(Protocol):
+    """Who knows what weight pages (ids) have missed: the optimizer that steps them."""
+
+    def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
+        """Brings weight pages of a module up to date; called before they are read."""
+        ...
+
+    def is_behind(self, module: PagedModule, page_ids: np.ndarray) -> np.ndarray:
+        """Mask: which weight pages would be worked on, together with their state."""
+        ...
+
+
 class Lease:
     """Pinned pages of one module and plane. While it lives, none of them moves; use as a context manager.
 

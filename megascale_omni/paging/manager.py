@@ -9,55 +9,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from megascale_omni.bulk import Bulk, bulk_for
-from megascale_omni.config import Checksum
-from megascale_omni.paging.budget import Budget, share
-from megascale_omni.paging.copies import Copier, StreamCopier
-from megascale_omni.paging.disk import DiskFile
-from megascale_omni.paging.flights import Tiers
+from megascale_omni.paging.budget import Budget
+from megascale_omni.paging.copies import Copier
 from megascale_omni.paging.heap import give_large_blocks_back
 from megascale_omni.paging.integrity import check_integrity
 from megascale_omni.paging.layout import PageLayout, PageViews
-from megascale_omni.paging.leases import Lease, PagedModule, Wave
+from megascale_omni.paging.leases import CatchesUp, Lease, PagedModule, Wave
 from megascale_omni.paging.memory import MemoryProbe, probe_for
 from megascale_omni.paging.mover import Mover
 from megascale_omni.paging.needs import check_budget, class_needs
 from megascale_omni.paging.observe import KeepsHeat, Observer
+from megascale_omni.paging.options import PagingOptions, tiers_for
 from megascale_omni.paging.outlook import Outlook
 from megascale_omni.paging.pager import Pager
-from megascale_omni.paging.pinned import cuda_runtime
 from megascale_omni.paging.planes import PageKey, PageNumbering, Plane
 from megascale_omni.paging.segments import largest_segment
-from megascale_omni.paging.streams import CudaStreams
+from megascale_omni.paging.shares import Shares
 from megascale_omni.paging.sweeps import Sweeps
 from megascale_omni.paging.table import PageTable
-from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena, TierKind
-from megascale_omni.paging.upkeep import Upkeep, UpkeepOptions
-from megascale_omni.paging.whole import WholeModules
+from megascale_omni.paging.tiers import ABSENT, DEVICE, Arena
+from megascale_omni.paging.upkeep import Upkeep
+from megascale_omni.paging.whole import CatchesUpAhead, WholeModules
 from megascale_omni.schedule import Phase, Schedule
-
-CatchUp = Callable[[PagedModule, np.ndarray], None]
-"""Brings weight pages (ids) of a module up to date; called before they are read."""
-IsCurrent = Callable[[PagedModule], bool]
-"""Whether no weight page of a module has anything to catch up."""
-
-
-@dataclass(frozen=True)
-class PagingOptions:
-    """Where pages may go. Without ``disk_path`` everything stays in the device arena."""
-
-    device_budget: Budget = Budget()  # noqa: RUF009 - frozen
-    host_budget: Budget = Budget(nbytes=0)  # noqa: RUF009 - frozen
-    disk_path: str | Path | None = None
-    checksum: Checksum = "auto"
-    prefetch: bool = True
-    upkeep: UpkeepOptions = UpkeepOptions()  # noqa: RUF009 - frozen
 
 
 class ExpertManager:
@@ -86,9 +64,11 @@ class ExpertManager:
         self.table = PageTable(self.numbering)
         self.outlook = Outlook(self.numbering)
         self.arena = Arena(device=device, largest=largest_segment(device), poison=poison)
-        self.pager = Pager(self.table, self._tiers(device, mover, copier), self.outlook)
+        tiers = tiers_for(self.options, self.arena, bulk=self.bulk, mover=mover, copier=copier)
+        self.pager = Pager(self.table, tiers, self.outlook)
         self.pager.on_move = self._forget_views
         self.schedule.on_step(self.outlook.end_step)
+        self.shares = Shares(self)
         self.upkeep = Upkeep(self, self.options.upkeep, probe=memory or probe_for(device))
         self.observers: list[Observer] = []
         self._sweeps = Sweeps(self)
@@ -96,19 +76,8 @@ class ExpertManager:
         self.heat: KeepsHeat | None = None
         self._modules: list[PagedModule] = []
         self._views: dict[int, PageViews] = {}
-        self._catch_up: dict[int, tuple[CatchUp, IsCurrent]] = {}
+        self._catches_up: dict[int, CatchesUp] = {}
         self.before_write: Callable[[np.ndarray], None] = lambda page_ids: None  # a snapshot that still needs them
-
-    def _tiers(self, device: torch.device, mover: Mover | None, copier: Copier | None) -> Tiers:
-        path, cuda = self.options.disk_path, device.type == "cuda"
-        if path is not None and not cuda and self.options.device_budget.fraction != 1.0:
-            give_large_blocks_back()
-        disk = None if path is None else DiskFile(path, checksum=self.options.checksum)
-        pin, largest = cuda_runtime() if cuda else None, largest_segment(device)
-        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=pin, largest=largest)
-        copier = copier or (StreamCopier(CudaStreams(device), self.bulk) if cuda else Copier())
-        checks = self.options.checksum != "off"
-        return Tiers(self.arena, host, disk, None if disk is None else mover or Mover(), copier, self.bulk, checks)
 
     # -- modules -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +113,7 @@ class ExpertManager:
         if self.pager.tiers.disk is not None:
             offset = self.pager.tiers.disk.promise(len(ids) * slot_class.nbytes)
             self.table.disk_offset[ids] = offset + np.arange(len(ids)) * slot_class.nbytes
-            self.share_budget()
+            self.shares.apply()
 
     @property
     def modules(self) -> tuple[PagedModule, ...]:
@@ -191,40 +160,6 @@ class ExpertManager:
         """
         return self.upkeep.compact()
 
-    def share_budget(self) -> None:
-        """Gives every slot class its part of the budgets; pages beyond it leave, and memory returns.
-
-        Raises:
-            ValueError: memory does not hold all pages, and the disk has no room for them.
-        """
-        self.upkeep.emergency.lowered = False
-        needs = class_needs(self._modules)
-        self.take_disk(self.options.device_budget, self.options.host_budget)
-        for slot_class, slots in share(self.options.device_budget, needs).items():
-            self.arena.set_limit(slot_class, slots)
-            self.pager.evict_down(slot_class)
-        self.limit_host()
-
-    def take_disk(self, device: Budget, host: Budget) -> None:
-        """Takes disk space for all pages, where memory of these budgets does not hold them. Raises ValueError."""
-        total, disk = sum(n.pages * c.nbytes for c, n in class_needs(self._modules).items()), self.pager.tiers.disk
-        if disk is not None and device.bytes_of(total) + host.bytes_of(total) < total:
-            disk.fill()
-
-    def limit_host(self, *, less_by: int = 0) -> bool:
-        """Gives slot classes their part of the host budget; or ``less_by`` bytes less than the host arena has now, if
-        it has any and no page in it is being worked on. Whether it did.
-        """
-        host = self.pager.tiers.host
-        if less_by and not (host.bytes_reserved and not self.pager.host.lent):
-            return False
-        budget = Budget(nbytes=max(0, host.bytes_reserved - less_by)) if less_by else self.options.host_budget
-        without_floors = {c: replace(need, floor=0) for c, need in class_needs(self._modules).items()}
-        for slot_class, slots in share(budget, without_floors).items():
-            host.set_limit(slot_class, slots)
-            self.pager.host.shrink(slot_class)
-        return True
-
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     def create(self, module: PagedModule, plane: Plane, experts: Sequence[int]) -> np.ndarray:
@@ -236,6 +171,8 @@ class ExpertManager:
 
         A page without contents should not leave: create pages when they are about to be written, and few at a time.
         """
+        if self.whole.unsettled:  # pages may be there that nobody has written to
+            self.whole.settle()
         new: np.ndarray = page_ids[self.table.tier[page_ids] == ABSENT]
         made = 0
         try:
@@ -276,23 +213,29 @@ class ExpertManager:
     # -- catching up ---------------------------------------------------------------------------------------------------
 
     def set_catch_up(
-        self, module: PagedModule, catch_up: CatchUp | None, *, is_current: IsCurrent = lambda module: False
+        self, module: PagedModule, catches_up: CatchesUp | None, *, ahead: CatchesUpAhead | None = None
     ) -> None:
-        """Who knows what the module's weight pages have missed: the optimizer that steps them."""
-        self._catch_up.pop(module.entry.module, None)
-        if catch_up is not None:
-            self._catch_up[module.entry.module] = catch_up, is_current
+        """Who knows what the module's weight pages have missed: the optimizer that steps them.
+
+        ``ahead`` knows it where the host has not heard which experts have tokens (None: nobody does).
+        """
+        self._catches_up.pop(module.entry.module, None)
+        self.whole.catch_up_by(module, ahead, needed=catches_up is not None)
+        if catches_up is not None:
+            self._catches_up[module.entry.module] = catches_up
 
     def catch_up(self, module: PagedModule, page_ids: np.ndarray) -> None:
         """Brings weight pages of a module up to date with its optimizer, before they are read."""
-        known = self._catch_up.get(module.entry.module)
+        known = self._catches_up.get(module.entry.module)
         if known is not None:
-            known[0](module, page_ids)
+            known.catch_up(module, page_ids)
 
-    def is_current(self, module: PagedModule) -> bool:
-        """Whether :meth:`catch_up` would do nothing for any page of a module."""
-        known = self._catch_up.get(module.entry.module)
-        return known is None or known[1](module)
+    def are_behind(self, module: PagedModule, groups: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of groups of weight pages those that :meth:`catch_up` would work on."""
+        known = self._catches_up.get(module.entry.module)
+        if known is None or not self.pager.can_evict:
+            return [group[:0] for group in groups]
+        return [group[known.is_behind(module, group)] for group in groups]
 
     def work_in_host(self, deciding: tuple[Plane, ...]) -> None:
         """Pages whose planes ``deciding`` lie in host memory are stepped there: they are not fetched ahead."""

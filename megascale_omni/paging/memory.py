@@ -4,7 +4,8 @@
 On an accelerator free is what the driver would still give, and what the allocator has taken from it and nobody uses.
 Without one it is what this process can still take before something ends it: the system's estimate of available memory,
 what each control group above the process leaves (page cache that can be given up counts as free), and what the
-process's own limits of data and address space leave. The smallest share counts.
+process's own limits of data and address space leave. The smallest share counts. All but the last the local ranks share:
+where all of them find that some is missing, each gives back its part.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that are free, of ``total_bytes``."""
+    """Bytes that are free, of ``total_bytes``. So many processes like this one (``sharers``) share them."""
 
     free_bytes: int
     total_bytes: int
+    sharers: int = 1
 
     @property
     def share(self) -> float:
@@ -37,6 +39,11 @@ MemoryProbe = Callable[[], FreeMemory]
 _CGROUPS = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 1 << 60
 """Control groups of the first version write a number above this where there is no limit."""
+
+
+def local_ranks() -> int:
+    """Processes of this run on this machine, as launchers say."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def probe_for(device: torch.device) -> MemoryProbe:
@@ -73,7 +80,7 @@ class HostMemory:
 def _of_system() -> Iterator[FreeMemory]:
     values = _table("/proc/meminfo", ("MemTotal", "MemAvailable"))
     if len(values) == 2:
-        yield FreeMemory(values["MemAvailable"], values["MemTotal"])
+        yield FreeMemory(values["MemAvailable"], values["MemTotal"], local_ranks())
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def _of_group(group: _Group) -> FreeMemory | None:
     if most is None or not now:
         return None
     cache = [line.split()[1] for line in lines(group.folder / "memory.stat") if line.startswith(f"{group.cache} ")]
-    return FreeMemory(max(0, most - int(now[0]) + sum(map(int, cache))), most)
+    return FreeMemory(max(0, most - int(now[0]) + sum(map(int, cache))), most, local_ranks())
 
 
 def _groups() -> Iterator[_Group]:

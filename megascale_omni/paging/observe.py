@@ -26,6 +26,12 @@ class Observer:
     def reached(self, page: int) -> None:
         """All pages of the sweep's current group are held; ``page`` is the last of them (number in the module)."""
 
+    def working(self, module: int) -> None:
+        """A wave of a module is handed out: work on it begins ..."""
+
+    def worked(self, module: int) -> None:
+        """... and has ended, or has been issued to an accelerator."""
+
     def held(self, page_ids: np.ndarray) -> None:
         """A lease brought pages to the device arena and pinned them."""
 

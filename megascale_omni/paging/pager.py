@@ -107,7 +107,7 @@ class Pager:
             self.shadows.of_page(page_id).create(page_id, pinned=self.table.is_pinned)
         slot = self.departures.take_slot(slot_class, wait=True)
         assert slot is not None
-        self.tiers.copier.acquired([self.tiers.device.tensor(slot_class, slot)])  # whoever was coming there is dropped
+        self.tiers.copier.created(self.tiers.device.tensor(slot_class, slot))
         self.table.place(page_id, tier=TierKind.DEVICE, slot=slot)
         self.table.dirty[page_id] = True
         self._arrived(page_id, slot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +59,11 @@ class Readers:
             yield
 
 
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, kernels run on a device: they run on a thread's current one, which is the first one on a new thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def copy_of(page_id: int, table: PageTable, tiers: Tiers) -> torch.Tensor:
     """A copy of a page's slot in ordinary memory, at whole blocks, wherever the page is. On any thread.
 
@@ -82,7 +87,10 @@ def copy_of(page_id: int, table: PageTable, tiers: Tiers) -> torch.Tensor:
             held = (tiers.device if tier is TierKind.DEVICE else tiers.host).tensor(slot_class, slot)
             if tier is TierKind.DEVICE:
                 tiers.copier.arrived(held)
-            measured = tiers.bulk.checksums([held]) if tier is TierKind.DEVICE and tiers.checks else None
+            measured = None
+            if tier is TierKind.DEVICE and tiers.checks:
+                with launching_on(held.device):
+                    measured = tiers.bulk.checksums([held])
             copied.copy_(held)
             if measured is not None and word_sums(copied) != tuple(measured[0].tolist()):
                 raise PageIoError(

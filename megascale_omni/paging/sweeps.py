@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
+from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, Batch, cut_batches
 from megascale_omni.paging.leases import Lease, PagedModule, Wave
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.visits import SWEEP_AHEAD, Visits
@@ -17,6 +18,9 @@ from megascale_omni.schedule import Phase
 
 if TYPE_CHECKING:
     from megascale_omni.paging.manager import ExpertManager
+
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class Sweeps:
@@ -48,14 +52,12 @@ class Sweeps:
         self.visits.begin(module, phase, (*planes, *soon), pages)
         ids = {p: [module.ids(p, batch) for batch in batches] for p in planes}
         groups = [np.concatenate([ids[p][number] for p in planes]) for number in range(len(batches))]
-        # In the order of need: what is leased now, then what the caller leases itself while it is.
-        order = groups
-        if soon:
-            pairs = zip(groups, batches, strict=True)
-            order = [np.concatenate([group, module.ids_by_page(soon, batch)]) for group, batch in pairs]
-        needed = np.concatenate(order) if order else np.zeros(0, dtype=np.int64)
-        begins = np.cumsum([0, *map(len, order)]).tolist()
-        for number, items in enumerate(batches):
+        behind = manager.are_behind(module, ids[Plane.WEIGHT]) if Plane.WEIGHT in ids else [_NONE] * len(groups)
+        needed = _Needed.of(module, batches, groups, behind=behind, soon=soon)
+        for number in range(len(batches)):
+            items = batches[number]
+            if len(behind[number]):
+                self.visits.ask(module, needed.from_group(number))  # beside weights, what catching up works on
             if Plane.WEIGHT in ids:
                 manager.catch_up(module, ids[Plane.WEIGHT][number])
             leases: dict[Plane, Lease] = {}
@@ -66,9 +68,13 @@ class Sweeps:
                         new = manager.create_ids(module, plane, ids[plane][number])
                     leases[plane] = manager.lease_ids(module, plane, ids[plane][number])
                 self.visits.reached(module, items[-1])
-                self.visits.ask(module, needed[begins[number] + len(groups[number]) :])
+                self.visits.ask(module, needed.after_group(number))
                 fresh = frozenset((key.expert, key.slice) for key in map(manager.key, new.tolist()))
+                for observer in manager.observers:
+                    observer.working(module.entry.module)
                 yield Wave(items=items, leases=leases, fresh=fresh)
+                for observer in manager.observers:
+                    observer.worked(module.entry.module)
                 new = new[:0]
             finally:
                 for lease in leases.values():
@@ -113,3 +119,48 @@ class Sweeps:
                 work.release()
             if released is not None:
                 released()
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """Pages of a visit in waves, in the order of need; where each group begins, and where what follows its leases."""
+
+    page_ids: np.ndarray
+    begins: list[int]
+    leased: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        module: PagedModule,
+        batches: Sequence[Batch],
+        groups: Sequence[np.ndarray],
+        *,
+        behind: Sequence[np.ndarray],
+        soon: Sequence[Plane],
+    ) -> _Needed:
+        """Of a group come first the weight pages that are ``behind``, each with its state, then its other pages, then
+        what the caller leases itself while the group is leased.
+        """
+        state = np.array([plane for plane in STATE if plane in module.dtypes], dtype=np.int64)
+        parts, begins, leased, length = [], [], [], 0
+        for batch, group, late in zip(batches, groups, behind, strict=True):
+            first = group
+            if len(late):
+                first_of = late[:, None] - int(Plane.WEIGHT)
+                with_state = np.concatenate([late[:, None], first_of + state], axis=1).reshape(-1)
+                first = np.concatenate([with_state, group[~np.isin(group, late)]])
+            after = module.ids_by_page(soon, batch) if soon else group[:0]
+            parts += [first, after]
+            begins.append(length)
+            leased.append(length + len(first))
+            length += len(first) + len(after)
+        return cls(np.concatenate(parts) if parts else _NONE, begins, leased)
+
+    def from_group(self, number: int) -> np.ndarray:
+        """What is needed from a group on."""
+        return self.page_ids[self.begins[number] :]
+
+    def after_group(self, number: int) -> np.ndarray:
+        """What is needed once a group is leased."""
+        return self.page_ids[self.leased[number] :]

@@ -110,6 +110,11 @@ class Arena:
         """Bytes of all taken slots."""
         return sum(len(space.taken) * c.nbytes for c, space in self._spaces.items())
 
+    @property
+    def bytes_returnable(self) -> int:
+        """Bytes of the segments that would be empty if all pages lay in as few as hold them."""
+        return self._bytes - sum(len(self.slots_kept(c, ())) * c.nbytes for c in self._spaces)
+
     def set_limit(self, slot_class: SlotClass, slots: int | None) -> None:
         """Allows at most ``slots`` taken slots of a class (None: any number). Taken slots beyond it stay taken."""
         self._space(slot_class).limit = slots

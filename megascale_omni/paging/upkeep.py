@@ -22,13 +22,18 @@ if TYPE_CHECKING:
     from megascale_omni.paging.manager import ExpertManager
 
 
+LONGEST_PAUSE_STEPS = 64
+"""Between two compactions for an empty part that comes back each time."""
+
+
 @dataclass(frozen=True)
 class UpkeepOptions:
     """When arenas are looked after. The defaults never do it by themselves.
 
     Attributes:
         emergency_percent: of device memory; where less is free, pages give memory back [Note: emergency]. 0: never.
-        compact_percent: of the device arena's memory; where more holds no page, it is compacted. 100: never.
+        compact_percent: of the device arena's memory; where more holds no page, it is compacted, if memory returns by
+            it; and ever less often where all of it comes back before the next time. 100: never.
         compact_seconds: and where so much time has passed since the last compaction. 0: never.
     """
 
@@ -53,6 +58,8 @@ class Upkeep:
         self._resize_to: tuple[Budget, Budget | None] | None = None
         self._asked = False
         self._compacted = clock()
+        self._reserved_before: int | None = None  # bytes of the arena when it was compacted for its empty part last,
+        self._pause, self._ends_to_wait = 1, 0  # ends of steps between two such times, and those still to go by
         self._ended = True
         manager.schedule.on_step(self._begin)
         manager.schedule.on_step_end(self._end)
@@ -68,8 +75,8 @@ class Upkeep:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.resize`."""
         if self._manager.pager.tiers.disk is None:
             raise ValueError(
-                f"the arena cannot become {budget}: every page stays in it; start with --megascale-device-budget and "
-                "--megascale-disk-path (100% keeps all pages until the arena is resized)"
+                "pages cannot have another budget: the run has none, and every page stays in device memory; start it "
+                "with --megascale-device-budget and --megascale-disk-path (100% keeps all pages until it is resized)"
             )
         check_budget(budget, class_needs(self._manager.modules))
         self._resize_to = budget, host or (self._resize_to or (None, None))[1]
@@ -107,11 +114,26 @@ class Upkeep:
             self.emergency.look()
 
     def _is_time(self) -> bool:
-        options, arena = self._options, self._manager.arena
+        options = self._options
         if 0 < options.compact_seconds <= self._clock() - self._compacted:
             return True
+        return options.compact_percent < 100 and self._is_worthwhile()
+
+    def _is_worthwhile(self) -> bool:
+        """Whether much of the arena is empty, whole segments of it, and has not just come back from having returned."""
+        arena, least = self._manager.arena, self._options.compact_percent
+        if self._ends_to_wait:
+            self._ends_to_wait -= 1
+            return False
         empty = arena.bytes_reserved - arena.bytes_used
-        return options.compact_percent < 100 and 100 * empty > options.compact_percent * arena.bytes_reserved
+        if 100 * empty <= least * arena.bytes_reserved or not arena.bytes_returnable:
+            return False
+        if self._reserved_before is not None:  # what returned then was wanted again
+            came_back = arena.bytes_reserved >= self._reserved_before
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_STEPS) if came_back else 1
+            self._ends_to_wait = self._pause - 1
+        self._reserved_before = arena.bytes_reserved
+        return True
 
     # -- what ----------------------------------------------------------------------------------------------------------
 
@@ -121,9 +143,9 @@ class Upkeep:
         manager = self._manager
         manager.pager.settle()
         host = wanted[1] or manager.options.host_budget
-        manager.take_disk(wanted[0], host)
+        manager.shares.take_disk(wanted[0], host)
         manager.options = replace(manager.options, device_budget=wanted[0], host_budget=host)
-        manager.share_budget()
+        manager.shares.apply()
         for slot_class in manager.arena.slot_classes():
             manager.pager.compact(slot_class)
         self._give_segments_back()

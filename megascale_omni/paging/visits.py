@@ -51,7 +51,7 @@ class Visits:
         self.in_host: tuple[Plane, ...] = ()
         """Planes whose pages decide, where they lie in host memory, that a page is stepped there."""
         self._asks: tuple[tuple[int, int], int] = (0, 0), 0  # (slots, pages always asked for), and what follows
-        self._next: tuple[tuple[int, Visit] | None, np.ndarray] = None, np.zeros(0, dtype=np.int64)
+        self._next: tuple[int, Visit | None, np.ndarray] = -1, None, np.zeros(0, dtype=np.int64)
 
     def begin(self, module: PagedModule, phase: Phase, planes: Sequence[Plane], pages: np.ndarray) -> None:
         """A sweep over ``pages`` (numbers from 0 in the module) begins."""
@@ -107,18 +107,17 @@ class Visits:
     def _next_visit_pages(self, count: int) -> np.ndarray:
         """Pages that the next visit will probably use."""
         outlook = self._manager.outlook
-        for visit in outlook.forecast.following(1):
-            entry = self._manager.modules[visit.module].entry
-            known, (stamp, found) = (outlook.stamp, visit), self._next
-            if stamp != known:
-                experts = probable_experts(outlook.probable(visit.module))
-                first = entry.first_index + experts[:, None] * entry.num_slices + np.arange(entry.num_slices)
-                numbers = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
-                found = (first.reshape(-1, 1) * NUM_PLANES + numbers).reshape(-1)
-                self._next = known, found
-            pages = entry.num_slices * len(visit.planes)
-            nearest = found[: count * pages]  # of so many experts
-            planes = tuple(Plane) if visit.phase is Phase.STEP else STATE
-            table = self._manager.pager.table
-            return wanted_here(table, nearest, deciding=self.in_host, planes=planes)[:count]
-        return np.zeros(0, dtype=np.int64)
+        visit = outlook.forecast.next_visit
+        if visit is None:
+            return np.zeros(0, dtype=np.int64)
+        entry = self._manager.modules[visit.module].entry
+        stamp, known, found = self._next
+        if stamp != outlook.stamp or known is not visit:
+            experts = probable_experts(outlook.probable(visit.module))
+            first = entry.first_index + experts[:, None] * entry.num_slices + np.arange(entry.num_slices)
+            numbers = np.array([int(plane) for plane in visit.planes], dtype=np.int64)
+            found = (first.reshape(-1, 1) * NUM_PLANES + numbers).reshape(-1)
+            self._next = outlook.stamp, visit, found
+        nearest = found[: count * entry.num_slices * len(visit.planes)]  # of so many experts
+        planes = tuple(Plane) if visit.phase is Phase.STEP else STATE
+        return wanted_here(self._manager.pager.table, nearest, deciding=self.in_host, planes=planes)[:count]

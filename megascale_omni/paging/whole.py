@@ -12,15 +12,15 @@ are, wants pages in any other way, or when a next call finds that numbers have c
 * whether a gradient page holds anything is known on the device (``written``: tokens that have been added to it);
 * observers are told later what they would have been told, of the experts that had tokens.
 
-A module whose weights are behind the optimizer is left out: which of its pages are to be caught up follows from the
-numbers [Note: deferred steps], and catching up all would step experts that nobody asked for.
+Pages that are behind the optimizer [Note: deferred steps] are caught up on the device, too, which finds those that are
+read; catching up all would step experts that nobody asked for. The page table hears of it with the numbers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 
 
 class Coming(Protocol):
-    """Numbers of tokens ``[E]``, int64, on the device and on their way to the host."""
+    """Numbers of tokens ``[E]``, int64, on the device and on their way to the host.
+
+    ``caught_up_at``: the optimizer's step up to which pages of experts with tokens have been caught up, -1 for none.
+    """
 
     on_device: torch.Tensor
+    caught_up_at: int
 
     @property
     def have_come(self) -> bool:
@@ -53,8 +57,41 @@ class Coming(Protocol):
 
 
 @dataclass(frozen=True)
+class CaughtUp:
+    """Pages (numbers in their module, ascending) that have taken all steps up to ``step`` if their expert has tokens;
+    ``written``: ids of what that changed of each, weight first.
+    """
+
+    pages: tuple[int, ...]
+    written: tuple[np.ndarray, ...]
+    step: int
+
+
+class CatchesUpAhead(Protocol):
+    """The optimizer of a module, as far as it catches up pages whose experts only the device knows."""
+
+    def is_possible(self, module: PagedModule) -> bool:
+        """Whether it can, now."""
+        ...
+
+    def replay(self, module: PagedModule, coming: Coming, *, known: bool) -> CaughtUp | None:
+        """Launches what pages of experts with tokens have missed; None where no page has missed anything.
+
+        ``known``: the host has heard of all calls before this one.
+        """
+        ...
+
+
+def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Numbers on a device, in a copy that nothing waits for."""
+    with torch.inference_mode(False):  # what an evaluation makes is used in training
+        found = torch.from_numpy(numbers)
+        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
 class _Call:
-    """A forward or backward of a module whose numbers the host has not seen yet."""
+    """A forward or backward of a module whose numbers the host has not seen yet, or only what it caught up."""
 
     module: PagedModule
     coming: Coming
@@ -62,6 +99,8 @@ class _Call:
     planes: tuple[Plane, ...]
     phase: Phase
     create: Plane | None
+    caught_up: CaughtUp | None
+    computed: bool
 
 
 @dataclass
@@ -70,6 +109,8 @@ class _Gradients:
 
     provisional: set[int] = field(default_factory=set)
     written_E: torch.Tensor | None = None
+    torn: bool = False
+    """Whether a call ended before its kernels had written all that ``written_E`` says."""
 
 
 class WholeModules:
@@ -81,13 +122,23 @@ class WholeModules:
         self._gradients: dict[int, _Gradients] = {}
         self._addresses: dict[tuple[int, Plane], torch.Tensor] = {}
         self._follows_moves = False
+        self._ahead: dict[int, CatchesUpAhead | None] = {}
         self.unsettled = False
         """Whether calls were made of which the host may know no numbers yet, or pages may be provisional."""
 
+    def catch_up_by(self, module: PagedModule, ahead: CatchesUpAhead | None, *, needed: bool) -> None:
+        """Who catches up a module's pages; ``needed``: whether they are ever behind."""
+        self._ahead.pop(module.entry.module, None)
+        if needed:
+            self._ahead[module.entry.module] = ahead
+
     def is_possible(self, module: PagedModule) -> bool:
-        """Whether all weights of a module are in the device arena, for good, and have missed no optimizer step."""
-        manager = self._manager
-        if manager.pager.can_evict or not manager.is_current(module):
+        """Whether all weights of a module are in the device arena, for good, and can be caught up there."""
+        manager, number = self._manager, module.entry.module
+        if manager.pager.can_evict:
+            return False
+        ahead = self._ahead.get(number)
+        if number in self._ahead and (ahead is None or not ahead.is_possible(module)):
             return False
         ids = manager.ids(module, Plane.WEIGHT, range(module.entry.num_experts))
         return bool((manager.table.tier[ids] == DEVICE).all())
@@ -105,37 +156,56 @@ class WholeModules:
         """One wave of all pages of a module; as :meth:`ExpertManager.waves`, for at most ``num_rows`` rows."""
         manager = self._manager
         while self._calls and self._calls[0].coming.have_come:
-            self._hear(self._calls.popleft())
+            self._hear_next()
         experts = range(module.entry.num_experts)
         ids = np.concatenate([manager.ids(module, plane, experts) for plane in planes])
         gradients, written_E = None, None
         new: list[int] = []
-        if create is not None:
-            written_E, new = self._make(module, create)
-            gradients = self._table(module, create)
-            manager.before_write(manager.ids(module, create, experts))
-        weights = self._table(module, Plane.WEIGHT)
-        manager.table.pin(ids)
+        pinned = False
         self.unsettled = True
         try:
+            if create is not None:
+                written_E, new = self._make(module, create)
+                self._gradients[module.entry.module].torn = True
+                gradients = self._table(module, create)
+                manager.before_write(manager.ids(module, create, experts))
+            weights = self._table(module, Plane.WEIGHT)
+            manager.table.pin(ids)
+            pinned = True
+            caught_up = self._catch_up(module, coming)
+            call = _Call(module, coming, num_rows, tuple(planes), phase, create, caught_up, computed=False)
+            self._calls.append(call)
             yield WholeWave(weights_I=weights, gradients_I=gradients, written_E=written_E)
-            self._calls.append(_Call(module, coming, num_rows, tuple(planes), phase, create))
+            self._calls[-1] = replace(call, computed=True)
             new = []
+            if create is not None:
+                self._gradients[module.entry.module].torn = False
         finally:
-            manager.table.unpin(ids)
+            if pinned:
+                manager.table.unpin(ids)
             self._drop(module, new)
+
+    def _catch_up(self, module: PagedModule, coming: Coming) -> CaughtUp | None:
+        ahead = self._ahead.get(module.entry.module)
+        if ahead is None:
+            return None
+        known = not any(call.module is module and call.caught_up is not None for call in self._calls)
+        return ahead.replay(module, coming, known=known)
 
     # -- gradient pages ------------------------------------------------------------------------------------------------
 
     def _make(self, module: PagedModule, plane: Plane) -> tuple[torch.Tensor, list[int]]:
         """Gives every expert gradient pages; what the device knows of them, and the ids of those that are new."""
         manager, state = self._manager, self._gradients.setdefault(module.entry.module, _Gradients())
+        if state.torn:  # the device may have noted tokens that no kernel has added to a page: it is told anew
+            self.settle()
+            state.torn, self.unsettled = False, True
         ids = manager.ids(module, plane, range(module.entry.num_experts))
         absent = manager.table.tier[ids] == ABSENT
         if state.written_E is None or not (state.provisional or self._adds_to(module)):
             # The host knows all: whoever has pages has added to them.
             has = ~absent.reshape(module.entry.num_experts, module.entry.num_slices).any(axis=1)
-            state.written_E = self._upload(has.astype(np.int64))
+            state.written_E = upload(has.astype(np.int64), manager.arena.device)
         made: list[int] = []
         try:
             for page_id in ids[absent].tolist():
@@ -148,7 +218,7 @@ class WholeModules:
         return state.written_E, made
 
     def _adds_to(self, module: PagedModule) -> bool:
-        return any(call.module is module and call.create is not None for call in self._calls)
+        return any(call.module is module and call.create is not None and call.computed for call in self._calls)
 
     def _drop(self, module: PagedModule, page_ids: list[int]) -> None:
         """Pages that nobody has heard of are absent again."""
@@ -161,33 +231,54 @@ class WholeModules:
 
     def settle(self) -> None:
         """Waits for the numbers of all calls so far, once: from here on the page table says what it always says."""
-        self.unsettled = False
         if self._calls:
             self._calls[-1].coming.wait()
         while self._calls:
-            self._hear(self._calls.popleft())
+            self._hear_next()
         for number, state in self._gradients.items():
             if state.provisional:
                 self._drop(self._manager.modules[number], sorted(state.provisional))
+        self.unsettled = False
+
+    def _hear_next(self) -> None:
+        self._hear(self._calls[0])  # numbers that cannot be are heard of again: gradients have something of them
+        self._calls.popleft()
 
     def _hear(self, call: _Call) -> None:
         manager, entry = self._manager, call.module.entry
         counts = np.asarray(call.coming.wait(), dtype=np.int64)
+        current = self._caught_up(call, counts)
         if counts.sum() > call.num_rows:
             raise RuntimeError(
                 f"{manager.numbering.path(entry.module)}: experts got {counts.sum()} tokens, room was made for "
                 f"{call.num_rows}; nothing of them was computed"
             )
         active = np.nonzero(counts)[0].tolist()
+        if not call.computed:
+            return
         if manager.observers:
-            self._tell(call, counts, active)
+            self._tell(call, counts, active, current)
         if call.create is not None:
             ids = manager.ids(call.module, call.create, active)
             manager.table.dirty[ids] = True
             manager.table.changed[ids] = True
             self._gradients[entry.module].provisional.difference_update(ids.tolist())
 
-    def _tell(self, call: _Call, counts: np.ndarray, active: list[int]) -> None:
+    def _caught_up(self, call: _Call, counts: np.ndarray) -> dict[int, np.ndarray]:
+        """Notes pages that were behind and are not any more: their numbers, and the ids of what was written."""
+        found, manager, entry = call.caught_up, self._manager, call.module.entry
+        if found is None:
+            return {}
+        slices = entry.num_slices
+        current = {p: ids for p, ids in zip(found.pages, found.written, strict=True) if counts[p // slices]}
+        current = {p: ids for p, ids in current.items() if manager.table.last_step[ids[0]] < found.step}
+        for ids in current.values():
+            manager.table.last_step[ids[0]] = found.step
+            manager.table.dirty[ids] = True
+            manager.table.changed[ids] = True
+        return current
+
+    def _tell(self, call: _Call, counts: np.ndarray, active: list[int], current: dict[int, np.ndarray]) -> None:
         """Tells observers of a call in the words of a sweep that knew its experts."""
         manager, module = self._manager, call.module
         entry, provisional = module.entry, self._gradients.get(module.entry.module, _Gradients()).provisional
@@ -202,6 +293,11 @@ class WholeModules:
             observer.visited(visit, pages)
             for items in batches:
                 ids = {plane: module.ids(plane, items) for plane in call.planes}
+                for number in (expert * entry.num_slices + slice_ for expert, slice_ in items):
+                    if number in current:
+                        observer.held(current[number])
+                        observer.written(current[number])
+                        observer.released(current[number])
                 for plane in call.planes:
                     new = ids[plane][[page_id in provisional for page_id in ids[plane].tolist()]]
                     if len(new):
@@ -223,7 +319,8 @@ class WholeModules:
                 self._follow_moves()
             ids = self._manager.ids(module, plane, range(module.entry.num_experts))
             tensors = map(self._manager.pager.tensor, ids.tolist())
-            self._addresses[key] = self._upload(np.asarray([tensor.data_ptr() for tensor in tensors], dtype=np.int64))
+            found = np.asarray([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+            self._addresses[key] = upload(found, self._manager.arena.device)
         return self._addresses[key]
 
     def _follow_moves(self) -> None:
@@ -236,7 +333,3 @@ class WholeModules:
                 self._addresses.pop((number, Plane(page_id % NUM_PLANES)), None)
 
         self._manager.pager.on_move = moved
-
-    def _upload(self, numbers: np.ndarray) -> torch.Tensor:
-        device, found = self._manager.arena.device, torch.from_numpy(numbers)
-        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)

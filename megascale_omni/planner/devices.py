@@ -42,7 +42,8 @@ DEVICES: dict[str, Device] = {
 def device_named(name: str) -> Device:
     """A device card. Raises ValueError with the known ones."""
     if name.lower() not in DEVICES:
-        raise ValueError(f"device {name!r} is unknown; choose among {', '.join(DEVICES)}")
+        known = ", ".join(DEVICES)
+        raise ValueError(f"device {name!r} is unknown; choose among {known}, or here, which measures this machine")
     return DEVICES[name.lower()]
 
 

@@ -108,7 +108,10 @@ def read_model(source: str) -> ModelCard:
 
 def _flags(text: str) -> dict[str, object]:
     """``--name value`` and ``--switch`` of a command line; whatever is no flag is passed over."""
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"--from: these are no flags ({error}): {' '.join(text.split())[:80]}") from error
     found: dict[str, object] = {}
     for index, word in enumerate(words):
         if not word.startswith("--"):
@@ -204,7 +207,7 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
     ffn = whole("ffn_hidden_size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     moe_layers = _moe_layers(values.get("moe_layer_freq", 1), layers, name=name)
     if not moe_layers:
-        raise ValueError(f"{name}: there are no experts (moe_layer_freq); a dense model has nothing to page")
+        raise ValueError(f"{name}: no layer has experts (moe_layer_freq={values['moe_layer_freq']}); give one some")
     experts, topk = whole("num_experts"), whole("moe_router_topk", 2)
     if topk > experts:
         raise ValueError(f"{name}: moe_router_topk={topk} is more than num_experts={experts}")

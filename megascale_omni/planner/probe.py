@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from megascale_omni.paging.layout import MIB
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
-from megascale_omni.planner.miniature import Miniature, StepTimes
+from megascale_omni.planner.miniature import Miniature, StepTimes, in_reach
 from megascale_omni.planner.models import ModelCard
 
 WARMUP, REPEATS = 2, 5
@@ -37,13 +37,17 @@ TEXTS, ROUTERS = 6, 6
 
 @dataclass(frozen=True)
 class Measured:
-    """What :func:`measure_here` found. ``routed``: experts that got tokens, for each forward and layer."""
+    """What :func:`measure_here` found. ``routed``: experts that got tokens, for each forward and layer; None where
+    that could not be tried.
+    """
 
     device: Device
-    routed: tuple[tuple[tuple[int, ...], ...], ...]
+    routed: tuple[tuple[tuple[int, ...], ...], ...] | None
 
-    def active_share(self, num_experts: int) -> float:
+    def active_share(self, num_experts: int) -> float | None:
         """Share of experts that get tokens in a forward."""
+        if self.routed is None:
+            return None
         counts = [len(experts) for layers in self.routed for experts in layers]
         return sum(counts) / (len(counts) * num_experts)
 
@@ -54,20 +58,21 @@ def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) 
     ``gives_back``: large freed blocks go back to the system, from now on in the whole process.
     """
     device = _device()
-    tokens = card.micro_batch_size * card.seq_length
     if gives_back and device.type == "cpu":
         give_large_blocks_back()
-    model = Miniature(card, device, page_bytes=page_bytes)
-    try:
-        found = _steps(model, WARMUP + REPEATS)[WARMUP:]
-        stepped = model.stepped_elements
-        routed = [layers for _ in range(TEXTS) for layers in model.routed(ROUTERS)]
-    finally:
-        model.close()
-    experts, head = _median([t.experts / t.row_share for t in found]), _median([t.head for t in found])
+    made = in_reach(card, device)
+    found, model, routed = _tried(made, device, page_bytes=page_bytes)
+    with_rows = [t for t in found if t.row_share > 0]
+    if not with_rows:  # few tokens and many experts, of which some are made: none that tokens have found
+        made = replace(made, num_experts=max(made.moe_router_topk, model.number))
+        found, model, routed = _tried(made, device, page_bytes=page_bytes)
+        with_rows = [t for t in found if t.row_share > 0]
+    tokens = made.micro_batch_size * made.seq_length
+    experts, head = _median([t.experts / t.row_share for t in with_rows]), _median([t.head for t in found])
     around = _median([t.passes - t.experts - t.head for t in found])
-    dense = card.num_layers * around / model.num_layers + head
-    elements = card.num_layers * model.layer_elements + model.head_elements
+    heads = card.vocabulary / made.vocabulary
+    dense = card.num_layers * around / model.num_layers + heads * head
+    elements = card.num_layers * model.layer_elements + heads * model.head_elements
     passes = 8 if card.recompute else 6
     dense_rate = passes * tokens * elements / dense
     rows = model.num_layers * tokens * card.moe_router_topk
@@ -80,11 +85,24 @@ def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) 
         fp32_flops=dense_rate,
         memory_bytes=memory_here(),
         link_bytes=link,
-        memory_bytes_s=_bytes_of_a_step(card) * stepped / _median([t.optimizer for t in found]),
+        memory_bytes_s=_bytes_of_a_step(card) * model.stepped_elements / _median([t.optimizer for t in found]),
         efficiency=1.0,
         experts=expert_rate / dense_rate,
     )
-    return Measured(measured, tuple(routed))
+    whole = made.num_experts == card.num_experts
+    return Measured(measured, routed if whole else None)
+
+
+def _tried(
+    card: ModelCard, device: torch.device, *, page_bytes: int
+) -> tuple[list[StepTimes], Miniature, tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Times of some steps of a miniature, which has given its pages back, and what its routers choose."""
+    model = Miniature(card, device, page_bytes=page_bytes)
+    try:
+        found = _steps(model, WARMUP + REPEATS)[WARMUP:]
+        return found, model, tuple(layers for _ in range(TEXTS) for layers in model.routed(ROUTERS))
+    finally:
+        model.close()
 
 
 def _steps(model: Miniature, count: int) -> list[StepTimes]:
@@ -140,6 +158,7 @@ def paging_efficiency(card: ModelCard, disk: Disk, *, here: Device, page_bytes: 
     needed. Where that is all, or where computing takes longer than moving, it tells nothing, and is 1.
     """
     device = torch.device("cpu")
+    card = in_reach(card, device)
     budget = Budget(fraction=0.25)
     while True:
         options = PagingOptions(device_budget=budget, disk_path=folder)

@@ -46,7 +46,7 @@ from scripts.comparison.presets import PRESETS, megascale_flags, preset_flags
 from scripts.comparison.report import print_comparison
 from scripts.comparison.runner import Plan, compare, default_threads
 from scripts.measuring.corpus import standard_library_corpus
-from scripts.measuring.files import write_json
+from scripts.measuring.files import check_writable, write_json
 from scripts.measuring.processes import ROOT, WorkersFailed
 from scripts.megatron_lm_runs.running import RunFailed
 
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, trainer = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     args = _parser().parse_args(own)
     try:
+        check_writable(args.json, args.picture)
         if args.megatron_lm is not None:
             return _compare_scripts(args, trainer)
         with ExitStack() as stack:
@@ -108,9 +109,12 @@ def _compare_scripts(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog="-- FLAGS: of the trainer")
-    parser.add_argument("--preset", choices=PRESETS, default="coarse")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Flags of the trainer, also --megascale-..., come behind --: compare_with_stock.py -- --seed 7",
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="coarse", help="a model of configs/ (default coarse)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each run, expert-parallel (default 1)")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each run (default 20)")
     parser.add_argument("--repeats", type=int, default=5, help="blocks that the steps are divided into (default 5)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before measuring (default 3)")

@@ -23,7 +23,7 @@ from scripts.exactness.report import print_verdicts
 from scripts.exactness.runner import PARTS, prove
 from scripts.measuring.corpus import standard_library_corpus
 from scripts.measuring.environment import measured_environment
-from scripts.measuring.files import write_json
+from scripts.measuring.files import check_writable, write_json
 from scripts.measuring.processes import WorkersFailed
 
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         layouts = select(args.layout)
+        check_writable(args.json)
         with ExitStack() as stack:
             data_path = args.data_path or standard_library_corpus(
                 Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megascale-corpus-")))
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 for layout in layouts
             ]
+    except KeyboardInterrupt:
+        print("prove_exactness.py: interrupted; nothing was written", file=sys.stderr)
+        return 130
     except (OSError, ValueError, WorkersFailed) as error:
         print(f"prove_exactness.py: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,9 @@ from scripts.kernel_targets.specs import TARGETS, specs
 
 def main() -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.kernel_targets", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all of them")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only kernels whose name begins so")
     args = parser.parse_args()

@@ -20,7 +20,7 @@ from typing import Any
 from scripts.exactness.layouts import Layout
 from scripts.exactness.runner import prove
 from scripts.exactness.verdict import Verdict
-from scripts.measurements.rows import Context, Row
+from scripts.measurements.rows import Context, NotMeasurableError, Row
 from scripts.measuring.processes import ROOT
 
 _TIMEOUT_SECONDS = 1200
@@ -136,7 +136,7 @@ def _on_accelerator(what: str, *, of: str = "device", **options: int | str) -> C
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError("not measurable: needs an accelerator (bash scripts/gpu_check.sh on a machine with one)")
+            raise NotMeasurableError("needs an accelerator (bash scripts/gpu_check.sh on a machine with one)")
         value: float = getattr(import_module(f"scripts.measurements.kernels_{of}"), what)(**options)
         return value
 

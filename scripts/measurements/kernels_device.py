@@ -19,6 +19,7 @@ from megascale_omni.optimizer.history import StepRecord
 from megascale_omni.paging.copies import StreamCopier
 from megascale_omni.paging.layout import MIB, SlotClass
 from megascale_omni.paging.pinned import cuda_runtime
+from megascale_omni.paging.segments import largest_segment
 from megascale_omni.paging.streams import CudaStreams
 from megascale_omni.paging.tiers import Arena, TierKind
 
@@ -95,8 +96,11 @@ class _Pages:
     def of(cls, count: int) -> _Pages:
         """``count`` pages of ``PAGE_BYTES``."""
         slot_class, device = SlotClass(torch.float32, PAGE_BYTES // 4), _device()
-        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime())
-        there = Arena(device=device)
+        largest = largest_segment(device)
+        host = Arena(device=torch.device("cpu"), kind=TierKind.HOST, pin=cuda_runtime(), largest=largest)
+        there = Arena(device=device, largest=largest)
+        for arena in (host, there):
+            arena.set_limit(slot_class, 8 * count)  # pages of a model of which these are a part
         pairs = []
         for _ in range(count):
             source, target = (arena.tensor(slot_class, arena.allocate(slot_class)) for arena in (host, there))

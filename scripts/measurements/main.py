@@ -25,7 +25,7 @@ import scripts.measurements
 from scripts.measurements.rows import Context, Measured, Row, measure, select
 from scripts.measuring.corpus import standard_library_corpus
 from scripts.measuring.environment import measured_environment
-from scripts.measuring.files import finite, write_json
+from scripts.measuring.files import check_writable, finite, write_json
 from scripts.megatron_lm_runs.running import revision
 
 Content = dict[str, Any]
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     head: Content = {"topic": args.topic, "environment": measured_environment()}
     try:
+        check_writable(args.json)
         if args.megatron_lm is not None:
             head["megatron_lm"] = revision(args.megatron_lm)
         head, entries = _kept(args.json, head) if args.resume else (head, {})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megascale_omni.paging.budget import Budget
+from megascale_omni.paging.layout import MIB
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.planner.bandwidth import measure_disk
 from megascale_omni.planner.devices import DEVICES
@@ -92,10 +93,13 @@ def measure(active: int, *, task: Task = TASK) -> Few:
                 watch.seconds = 0.0
                 whole = _seconds(lambda n=number: resident.step(n, Trained()))  # type: ignore[misc]
                 moving = _seconds(lambda n=number: paged.step(n, Trained()))  # type: ignore[misc]
+                if number == _WARMUP:
+                    before = paged.manager.stats()
                 if number > _WARMUP:
                     computing.append(whole - watch.seconds)
                     optimizing.append(watch.seconds)
                     paging.append(moving)
+            after = paged.manager.stats()
         finally:
             paged.manager.close()
         state = RankState(paged.manager.modules)
@@ -111,10 +115,17 @@ def measure(active: int, *, task: Task = TASK) -> Few:
         together=False,
     )
     found = Few(summarize(paging).median, planned)
+    loaded, written = ((after[name] - before[name]) / _STEPS for name in ("bytes_loaded", "bytes_written"))
+    late = (after["page_faults"] - before["page_faults"]) / _STEPS
     say(
         f"    {active} of {task.experts} hit: {found.measured:.2f} s measured; planned passes "
         f"{planned.passes.compute_seconds:.2f} s beside io {planned.passes.io_seconds:.2f} s, optimizer "
         f"{planned.optimizer.compute_seconds:.2f} s beside io {planned.optimizer.io_seconds:.2f} s: {found.share:.2f}"
+    )
+    say(
+        f"    moved a step: {loaded / MIB:.0f} MiB in ({late:.0f} pages late), {written / MIB:.0f} MiB out: "
+        f"the disk needs {disk.seconds(loaded, written):.2f} s; who knows every draw beforehand moves "
+        f"{planned.loaded_bytes / MIB:.0f} and {planned.written_bytes / MIB:.0f} MiB"
     )
     return found
 

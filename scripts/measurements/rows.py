@@ -15,6 +15,10 @@ Result = TypeVar("Result")
 Bound = Literal["at_least", "at_most"]
 
 
+class NotMeasurableError(RuntimeError):
+    """A row that this machine cannot measure; the message has what it takes."""
+
+
 @dataclass(frozen=True)
 class _Failure:
     error: Exception
@@ -129,6 +133,9 @@ def measure(
         start = time.monotonic()
         try:
             value, error = float(row.measure(context)), None
+        except NotMeasurableError as problem:  # as expected: no traceback
+            value, error = None, f"not measurable: {problem}"
+            say(f"    {error}")
         except Exception as problem:
             value, error = None, f"{type(problem).__name__}: {problem}"
             say("".join(traceback.format_exception(problem)))

@@ -26,12 +26,16 @@ def describe(found: Environment, *, framework: str = "megatron-core") -> str:
     gpus = found["gpus"]
     assert isinstance(gpus, list)
     parts = [
-        f"{cpu['model']}, {cpu['cores']} cores",
+        f"{cpu['model']}, {_count(cpu['cores'], 'core')}",
         *(str(gpu["name"]) for gpu in gpus),
         *(f"{name} {packages[name]}" for name in ("torch", framework) if packages.get(name)),
         f"Python {found['python']}",
-        *([f"{found['threads']} threads"] if "threads" in found else []),
+        *([_count(found["threads"], "thread")] if "threads" in found else []),
         f"load {found['load_average']}",
         str(found["date"]),
     ]
     return " | ".join(parts)
+
+
+def _count(number: object, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

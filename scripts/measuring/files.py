@@ -1,5 +1,6 @@
 """JSON files of results."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,26 @@ def write_json(path: Path, content: object) -> None:
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(json.dumps(finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Before work that takes minutes: whether its results can be written. Makes their folders.
+
+    Raises:
+        ValueError: with the path and the reason.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+            probe = path.with_name(path.name + ".part")
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}; give another path") from error
 
 
 def finite(content: object) -> object:

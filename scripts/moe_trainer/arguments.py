@@ -38,6 +38,10 @@ def build_parser() -> _Parser:
     add_all_flags(parser)
     extended = megatron_ext.add_megascale_args(parser)
     assert isinstance(extended, _Parser)
+    for action in extended.actions():
+        said, has_value = action.help or "", action.nargs != 0 and action.default not in (None, argparse.SUPPRESS)
+        if has_value and "default" not in said:
+            action.help = f"{said} (default %(default)s)".strip()
     return extended
 
 

@@ -101,12 +101,12 @@ def test_host_memory_has_the_bits_of_the_device():
         assert torch.equal(device[name].cpu(), tensor), name
 
 
-def adam_of(experts: PagedExperts, *, kernels: bool) -> PagedAdam:
+def adam_of(experts: PagedExperts, *, kernels: bool, biases: int | None = 1) -> PagedAdam:
     for plane in (Plane.MASTER, Plane.MOMENT1, Plane.MOMENT2):
         experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
     groups = [{"lr": 1e-2, "weight_decay": decay, "betas": (0.9, 0.95), "eps": 1e-8} for decay in (0.1, 0.0)]
     return PagedAdam(
-        [(experts, GroupBinding(weights=0, biases=1))],
+        [(experts, GroupBinding(weights=0, biases=biases))],
         groups=groups,
         arithmetic=CudaAdamW(kernels=kernels),
         shards=PageShards(),
@@ -248,6 +248,38 @@ def test_a_layer_whose_pages_are_there_does_not_wait_and_has_the_bits_of_one_tha
                 torch.cuda.set_sync_debug_mode("default")
         assert experts.manager.present(experts.pages, Plane.GRADIENT).all()
         found.append([*results, *experts.dense(Plane.GRADIENT).values()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_pages_that_are_behind_are_caught_up_without_the_host_that_has_not_heard_who_is_read(monkeypatch):
+    found = []
+    for ahead in (False, True):
+        experts = experts_of(True, torch.bfloat16, 64, bias=False)
+        adam, gradients = adam_of(experts, kernels=True, biases=None), ExpertGradients([experts])
+        ids = experts.manager.ids(experts.pages, Plane.WEIGHT, range(4))
+        for active in (range(4), [1]):
+            experts.manager.create(experts.pages, Plane.GRADIENT, active)
+            with experts.manager.lease(experts.pages, Plane.GRADIENT, active) as lease:
+                for expert, slice_ in np.ndindex(4, experts.layout.num_slices):
+                    if expert in active:
+                        lease.page(expert, slice_).fill_(0.01 * (expert + 1))
+            adam.step()
+            gradients.drop()
+        results = []
+        for number in range(2):  # the first one compiles, and catches up
+            with monkeypatch.context() as patched:
+                if ahead:
+                    patched.setattr(ComingCounts, "wait", lambda self: pytest.fail("the host waits"))
+                    patched.setattr(ComingCounts, "have_come", False)
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error" if ahead and number else "default")
+                try:
+                    results += there_and_back(experts, ahead=ahead)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        adam.step()
+        gradients.drop()
+        found.append([*results, *state_of(adam, experts), torch.tensor(experts.manager.table.last_step[ids])])
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
 
 

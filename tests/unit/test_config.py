@@ -72,6 +72,9 @@ MISTAKES = [
     ({"paging": ["page_size_bytes"]}, r"paging=\['page_size_bytes'\] must be a section"),
     ({"paging": {"page_size_bytes": "1QiB"}}, r"paging\.page_size_bytes='1QiB' is not a size"),
     ({"compute": {"cpu_products": "mkl"}}, r"compute\.cpu_products='mkl' is unknown; choose one of auto, blas, onednn"),
+    ({"observe": {"report": 5}}, r"observe\.report=5 must be the path of a folder"),
+    ({"observe": {"trace": ""}}, r"observe\.trace='' must be the path of a file"),
+    ({"distributed": {"dispatcher": "groups", "topology": 5}}, r"distributed\.topology=5 must be the path of a file"),
     ({"compute": {"cpu_products": ["blas"]}}, r"compute\.cpu_products=\['blas'\] is unknown"),
 ]
 

@@ -243,6 +243,15 @@ def test_the_command_reports_a_mistake_in_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == "compare_with_stock.py: --steps 0 must be at least 1\n"
 
 
+@pytest.mark.parametrize("flag", ["--json", "--picture"])
+def test_a_result_that_cannot_be_written_is_noticed_before_the_work(tmp_path, capsys, flag):
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "file" / "x", "")):
+        assert command.main([flag, str(path), "--data-path", str(tmp_path)]) == 1
+        assert f"{path} cannot be written: {reason}" in capsys.readouterr().err
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["file"]
+
+
 def test_what_a_comparison_of_megatron_lms_script_would_ignore_is_refused(tmp_path, capsys):
     for flags in (["--budget", "25%"], ["--preset", "fine"], ["--validate"]):
         assert command.main(["--megatron-lm", str(tmp_path), *flags]) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.measurements import house, main
-from scripts.measurements.rows import Context, Measured, Row, keeps, measure, select
+from scripts.measurements.rows import Context, Measured, NotMeasurableError, Row, keeps, measure, select
 from scripts.measuring.files import finite, write_json
 
 
@@ -63,6 +63,15 @@ def test_a_row_that_fails_is_not_met_and_does_not_stop_the_others(tmp_path):
     assert not failed.met
     assert failed.as_json()["error"] == "RuntimeError: no disk"
     assert fine.met
+
+
+def test_a_row_that_this_machine_cannot_measure_says_so_without_a_traceback(tmp_path, capsys):
+    (failed,) = measure([row("A", value=NotMeasurableError("needs a tape drive"))], Context(tmp_path))
+    assert not failed.met
+    assert failed.as_json()["error"] == "not measurable: needs a tape drive"
+    said = capsys.readouterr().err
+    assert "not measurable: needs a tape drive" in said
+    assert "Traceback" not in said
 
 
 def test_rows_that_share_a_measurement_make_it_once(tmp_path):

@@ -29,7 +29,7 @@ def prove_cases(
 
 
 def prove_with_kernels(rank: int, world: int, *, cases: list[Case]) -> list[object]:
-    """The same with experts computed by interpreted kernels; and which launchers of rows were called."""
+    """What each case, experts computed by interpreted kernels, and stock deviate by; and launchers that were called."""
     from megascale_omni.kernels.interpreter import interpreted
 
     with interpreted(), fresh_deepspeed():
@@ -39,7 +39,9 @@ def prove_with_kernels(rank: int, world: int, *, cases: list[Case]) -> list[obje
         launchers = ((weighted_outputs, "unpermute"), (weighted_outputs, "weight_gradient"), (backend, "sum_by_token"))
         with ExitStack() as stack:
             mocks = [stack.enter_context(patch.object(m, n, wraps=getattr(m, n))) for m, n in launchers]
-            found = [prove(rank, world, case=case) for case in cases]
+            found = [
+                (prove(rank, world, case=c), prove_control(rank, world, case=c) if c.bf16 else None) for c in cases
+            ]
             return [*found, [name for (_, name), mock in zip(launchers, mocks, strict=True) if mock.called]]
 
 

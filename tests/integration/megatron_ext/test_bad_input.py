@@ -21,9 +21,9 @@ MISTAKES: dict[str, str] = {
     "--megascale-page-size 1GiB": r"--megascale-page-size=1GiB is outside",
     "--megascale-config /no/such/file.yaml": r"/no/such/file\.yaml cannot be read",
     "--megascale-pagesize 1MiB": r"unknown flag --megascale-pagesize; did you mean --megascale-page-size\?",
-    "--megascale-trace /no/such/folder/t": r"observe\.trace=/no/such/folder/t cannot be written: there is no folder",
-    "--megascale-trace /tmp": r"observe\.trace=/tmp is a folder; name a file in it",
-    "--megascale-report /dev/null/r": r"observe\.report=/dev/null/r cannot be made: /dev/null is a file",
+    "--megascale-trace /no/such/folder/t": r"--megascale-trace=/no/such/folder/t cannot be written: there is no folder",
+    "--megascale-trace /tmp": r"--megascale-trace=/tmp is a folder; name a file in it",
+    "--megascale-report /dev/null/r": r"--megascale-report=/dev/null/r cannot be made: /dev/null is a file",
     "--megascale-frozen reroute --moe-router-load-balancing-type sinkhorn": (
         r"--megascale-frozen reroute does not go with --moe-router-load-balancing-type sinkhorn"
     ),

@@ -12,7 +12,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.integration.megatron_ext.runs import EXPERT_PARALLEL, GATED, losses, paged_modules, trainer
+from tests.integration.megatron_ext.runs import (
+    EXPERT_PARALLEL,
+    GATED,
+    largest_relative_difference,
+    losses,
+    paged_modules,
+    trainer,
+)
 
 if TYPE_CHECKING:
     from megascale_omni.heat.keeper import HeatKeeper
@@ -21,8 +28,10 @@ if TYPE_CHECKING:
 QUICK = {"refresh_steps": 1, "window_steps": 4, "cold_steps": 2, "cold_percentile": 50, "probe_share": 0}
 UNLOVED = 3
 """An expert that the routers do not choose until they are told to."""
-MODEL = "--hidden-size 64 --ffn-hidden-size 256 --megascale-page-size 64KiB"
+STOCK_MODEL = "--hidden-size 64 --ffn-hidden-size 256"
+MODEL = f"{STOCK_MODEL} --megascale-page-size 64KiB"
 ONE_CHOICE = "--moe-router-topk 1 --moe-router-pre-softmax"
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 
 def configuration(folder: str, rank: int) -> str:
@@ -33,18 +42,20 @@ def configuration(folder: str, rank: int) -> str:
 
 
 @contextmanager
-def preferences() -> Iterator[dict[int, float]]:
-    """While it lasts, stock's routers add these numbers to the logits of experts."""
+def preferences() -> Iterator[dict[int | tuple[int, int], float]]:
+    """While it lasts, stock's routers add these numbers to the logits of experts, or of (layer, expert)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    extra: dict[int, float] = {}
+    extra: dict[int | tuple[int, int], float] = {}
     gating = TopKRouter.gating
 
     def preferring(self: Any, inputs: Any) -> Any:
         logits = gating(self, inputs)
         added = logits.new_zeros(logits.shape[-1])
-        for expert, number in extra.items():
-            added[expert] = number
+        for name, number in extra.items():
+            layer, expert = name if isinstance(name, tuple) else (self.layer_number - 1, name)
+            if layer == self.layer_number - 1:
+                added[expert] += number
         return logits + added
 
     with mock.patch.object(TopKRouter, "gating", preferring):
@@ -173,24 +184,41 @@ def test_a_frozen_expert_gets_no_token_where_routers_leave_it_out(pools, corpus,
     assert all(sum(state > 0 for state in layer) >= chosen for step in states for layer in step)
 
 
-def rerouted(rank: int, world: int, *, corpus: str, folder: str, options: str) -> dict[str, list[float]]:
-    """Losses with frozen experts waking, left out, and left out under a budget."""
-    found = {}
-    for name, more in {
-        "wake": "",
-        "reroute": "--megascale-frozen reroute",
-        "under a budget": f"--megascale-frozen reroute {BUDGET} {folder}",
-    }.items():
-        found[name] = freeze_and_ask(rank, world, corpus=corpus, folder=folder, options=f"{options} {more}")["losses"]
+def by_stock(corpus: str, options: str, states: list[list[list[int]]]) -> list[float]:
+    """Losses of stock in the same steps, where the logits of frozen experts are minus infinity by hand."""
+    with preferences() as extra, trainer(corpus, STOCK_MODEL, options, megascale=False) as run:
+        found = []
+        for number, layers in enumerate(states):
+            extra.clear()
+            extra[UNLOVED] = -50.0 if number < 8 else 50.0
+            for layer, of_experts in enumerate(layers):
+                extra.update({(layer, e): float("-inf") for e, state in enumerate(of_experts) if state == 0})
+            found += losses(run, 1)
     return found
 
 
-def test_rerouting_changes_losses_and_a_budget_does_not(pools, corpus, tmp_path):
+def rerouted(rank: int, world: int, *, corpus: str, folder: str, options: str) -> dict[str, list[float]]:
+    """Losses with frozen experts waking, left out, left out under a budget, and left out of stock by hand."""
+    found = {}
+    for name, more in {
+        "wake": "",
+        "under a budget": f"--megascale-frozen reroute {BUDGET} {folder}",
+        "reroute": "--megascale-frozen reroute",
+    }.items():
+        answer = freeze_and_ask(rank, world, corpus=corpus, folder=folder, options=f"{options} {more}")
+        found[name] = answer["losses"]
+    found["stock"] = by_stock(corpus, options, answer["states"])
+    return found
+
+
+def test_rerouting_changes_losses_as_minus_infinity_does_in_stock_and_a_budget_does_not(pools, corpus, tmp_path):
     options = f"{GATED} {EXPERT_PARALLEL} {ONE_CHOICE}"
     for found in pools[2].run(rerouted, corpus=corpus, folder=str(tmp_path), options=options):
         assert found["reroute"] == found["under a budget"]
         assert found["reroute"][:8] == found["wake"][:8], "nobody misses an expert that is not chosen"
         assert found["reroute"] != found["wake"]
+        assert largest_relative_difference(found["reroute"], found["stock"]) < 1e-5
+        assert largest_relative_difference(found["wake"], found["stock"]) > 1e-4
 
 
 # -- early routers -----------------------------------------------------------------------------------------------------
@@ -200,7 +228,8 @@ def foreseen(rank: int, world: int, *, corpus: str, folder: str, options: str) -
     """Losses with and without asking routers early, and how often they were right."""
     from megatron_ext import patches
 
-    options = f"{MODEL} {options} {BUDGET} {folder} --num-layers 3 --eval-iters 2 --eval-interval 100 --split 90,10"
+    layers = "" if "--num-layers " in options else "--num-layers 3"
+    options = f"{MODEL} {layers} {options} {BUDGET} {folder} --eval-iters 2 --eval-interval 100 --split 90,10"
     found: dict[str, Any] = {}
     for prefetch in ("none", "history", "early-router"):
         with trainer(corpus, options, f"--megascale-prefetch {prefetch}", megascale=True) as run:
@@ -208,6 +237,7 @@ def foreseen(rank: int, world: int, *, corpus: str, folder: str, options: str) -
             manager = paged_modules(run)[0].manager
             manager.check_integrity()
             early = patches.active_runtime().early_router
+            found[f"{prefetch}: came"] = manager.stats()["page_faults"], manager.stats()["pages_loaded"]
             found[f"{prefetch}: records"] = early and {n: r.counts for n, r in early._foresight.records.items()}
     return found
 
@@ -217,6 +247,7 @@ def foreseen(rank: int, world: int, *, corpus: str, folder: str, options: str) -
     [
         pytest.param(1, f"{GATED} {ONE_CHOICE} --micro-batch-size 1", id="single"),
         pytest.param(2, f"{EXPERT_PARALLEL} --disable-bias-linear", id="ep2"),
+        pytest.param(2, f"{GATED} {INTERLEAVED}", id="interleaved-pp2"),
         pytest.param(
             1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="recompute"
         ),
@@ -228,7 +259,11 @@ def test_asking_routers_early_changes_no_bit(pools, corpus, tmp_path, world, opt
         assert found["none: records"] is None
         assert found["history: records"] is None
         records = found["early-router: records"]
-        assert sorted(records) == [1, 2], "nobody can be asked for the first layer"
+        there = [1] if INTERLEAVED in options else [1, 2]  # of two layers a rank
+        assert sorted(records) == there, "nobody can be asked for the first layer"
+        faults, came = found["none: came"]
+        assert faults == came, "nothing is fetched ahead"
+        assert all(found[f"{ahead}: came"][0] < faults for ahead in ("history", "early-router"))
         for counts in records.values():
             assert 0 < counts["right"] <= counts["named"]
 

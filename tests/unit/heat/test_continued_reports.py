@@ -1,7 +1,10 @@
 """Reports of runs that are resumed, resized, short, long, or of many experts; and their pictures' numbers."""
 
+import errno
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,13 +20,14 @@ from megascale_omni.pictures.heat import draw_heat, heat_grid, image_of
 from megascale_omni.pictures.residency import budgets_of, draw_residency, residency_series
 from scripts.measurements.paging_model import Model, Task, Trained, batches_of
 
-TASK = Task(steps=9, modules=2, experts=8, active=2)
+TASK = Task(steps=9, modules=2, experts=8, active=2, evaluate=False)
 HEAT = HeatConfig(refresh_steps=4, window_steps=8, cold_steps=1)
 
 
-def run(folder: Path, steps: range, *, sizes: dict[int, float] | None = None) -> dict[str, int]:
+def run(folder: Path, steps: range, *, sizes: dict[int, float] | None = None, draws: bool = False) -> dict[str, int]:
     """Training steps that are reported, the budget from some steps on another part of all pages; the counters."""
-    with batches_of(TASK):
+    drawing = nullcontext() if draws else mock.patch("megascale_omni.heat.observation.draw_report")
+    with batches_of(TASK), drawing:
         model = Model(TASK, PagingOptions(device_budget=Budget(fraction=0.5), disk_path=folder.parent))
         observation = Observation(model.manager, heat=HEAT, observe=ObserveConfig(report=str(folder)))
         if steps[0] > 1:
@@ -82,13 +86,21 @@ def test_budgets_are_drawn_as_they_were_at_each_step(tmp_path):
 
 
 def test_a_run_of_three_steps_has_both_pictures(tmp_path):
-    run(tmp_path / "run", range(1, 4))
+    run(tmp_path / "run", range(1, 4), draws=True)
     (report,) = read_report(tmp_path / "run")
     grid, steps, _ = heat_grid([report])
     assert steps == [3]
     assert (grid[:, 0] == Heat.HOT).any()
     assert image_of(grid, steps, [8, 16])[1] == (0, 3)
     assert all((tmp_path / "run" / name).is_file() for name in ("heat.png", "residency.png"))
+
+
+def test_a_disk_that_is_full_ends_the_report_and_not_the_run(tmp_path, caplog):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch("megascale_omni.heat.report.length_before", full):
+        run(tmp_path / "run", range(1, 4))
+    full.assert_called_once()
+    assert caplog.text.count("ends here: No space left on device; the run goes on") == 1
 
 
 def write(folder: Path, rank: int, lines: list[dict[str, object]]) -> None:

@@ -261,6 +261,10 @@ def test_recompute_and_evaluation_add_no_heat():
                 with torch.no_grad():
                     model.forward(torch.Generator().manual_seed(1))
         keeper.map.end_part()
+        for module in model.manager.modules:
+            seconds = keeper.map.work_time.seconds(module.entry.module)
+            assert seconds is not None
+            assert ((seconds > 0) == (keeper.map.newest(module.entry.module)[:, COMPUTE] > 0)).all()
         seen.append([keeper.map.newest(m.entry.module) for m in model.manager.modules])
     for plain, other in zip(*seen, strict=True):
         assert (plain[:, COMPUTE] == other[:, COMPUTE]).all()

@@ -6,6 +6,7 @@ from megascale_omni import cli
 from megascale_omni.config import ObserveConfig
 from megascale_omni.heat.observation import Observation
 from megascale_omni.heat.requests import REQUESTS, answers_of, ask, wait_for_answers
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.planes import Plane
 from tests.unit.heat.test_heat import QUICK, Kept
 from tests.unit.paging.small import SLOT, one_page_a_batch
@@ -33,6 +34,11 @@ class Running(Kept):
         return wait_for_answers(self.folder, number, ranks=1, seconds=0)[0]
 
 
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch):
+    monkeypatch.setattr("megascale_omni.heat.observation.draw_report", lambda folder: [])
+
+
 @pytest.fixture
 def running(tmp_path):
     found = Running(tmp_path)
@@ -49,6 +55,15 @@ def test_requests_are_done_in_their_order_when_a_step_has_ended(running):
     running.pages.check()
 
 
+def test_host_memory_is_asked_for_alone(running):
+    pages = running.pages
+    pages.manager.resize(Budget(fraction=0.5))
+    number = ask(running.folder, what="resize", device=None, host="50%")
+    running.end_step()
+    assert "done" in running.answer(number)
+    assert running.limit() == pages.manager.pager.tiers.host.limit(pages.slot_class) == 3
+
+
 def test_compaction_is_asked_for(running):
     number = ask(running.folder, what="compact")
     running.end_step()
@@ -62,6 +77,7 @@ def test_compaction_is_asked_for(running):
         ({"what": "resize", "device": "1%"}, "is too small: the largest group"),
         ({"what": "resize", "device": "lots"}, "device budget='lots' is not a size"),
         ({"what": "resize", "device": "50%", "host": -3}, "host budget=-3 is negative"),
+        ({"what": "shrink", "device": "50%"}, "what='shrink' is unknown; ask for resize or compact"),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_run_goes_on(running, wanted, said):
@@ -82,6 +98,34 @@ def test_a_line_that_is_being_written_waits_and_a_broken_one_is_told(running, ca
     running.end_step()
     assert "done" in running.answer("a")
     assert "has a line that is no request" in caplog.text
+
+
+def test_a_line_that_was_cut_off_does_not_swallow_the_next(running):
+    with (running.folder / REQUESTS).open("a") as file:
+        file.write('{"id": "a", "what": "com')
+    number = ask(running.folder, what="compact")
+    running.end_step()
+    assert "done" in running.answer(number)
+
+
+def test_no_run_ends_because_its_requests_cannot_be_read_or_answered(running, caplog):
+    path, answers = running.folder / REQUESTS, answers_of(running.folder, 0)
+    path.mkdir()
+    running.end_step()
+    running.end_step()
+    assert caplog.text.count("cannot be read or answered") == 1, "once"
+    path.rmdir()
+    path.write_text("[" * 100_000 + "\n")
+    answers.mkdir()
+    running.end_step()
+    assert "has a line that is no request" in caplog.text
+    assert f"{answers}: Is a directory" in caplog.text
+    answers.rmdir()
+    path.unlink()
+    number = ask(running.folder, what="resize", device="50%")  # a shorter file
+    running.end_step()
+    assert "done" in running.answer(number)
+    assert running.limit() == 3
 
 
 def test_requests_to_an_earlier_run_are_not_done(tmp_path):

@@ -107,6 +107,18 @@ def test_segments_of_many_pages_are_stepped_in_one_launch_each_with_its_own_step
         assert torch.equal(weight, wanted["p"].bfloat16())
 
 
+def test_pages_that_are_behind_share_the_steps_that_they_missed():
+    one, two = records(40), records(5)
+    odd = (*one[30:39], replace(one[39], lr=1.0))
+    lags = [one[-lag:] for lag in (3, 40, 17, 3)] + [two, two[2:], odd, odd[-1:], ()]
+    table = paged_adam._Records(sorted(lags, key=len, reverse=True))
+    assert len(table.table()) == len(one) + len(two) + len(odd)
+    for lag in lags:
+        alone = paged_adam._Records([lag]).table()
+        first = table.place(lag)
+        assert np.array_equal(table.table()[first : first + len(lag)].reshape(alone.shape), alone)
+
+
 def test_moments_that_do_not_exist_are_zeros_and_stay_away():
     page, history = state(50), records(4)
     expected = page["p"].clone()

@@ -1,5 +1,8 @@
 """Many pages, gradients or rows at once: kernels make the bits that torch makes one by one, where runs use them."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,12 +12,14 @@ from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.kernels import bulk as kernels
 from megascale_omni.kernels.bulk import KernelBulk
+from megascale_omni.optimizer.together import Together
 from megascale_omni.paging import manager as managers
 from megascale_omni.paging import readers
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.copies import FEWEST, StreamCopier
 from megascale_omni.paging.disk import DiskFile, PageIoError
 from megascale_omni.paging.manager import PagingOptions
+from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import aligned_empty
 from scripts.measurements.paging_model import Task, train
 from tests.unit.experts.paged import small_experts
@@ -198,6 +203,34 @@ def test_a_copy_for_a_checkpoint_is_compared_with_the_page(tmp_path, bulk, monke
         pages.manager.page_copy(pages.id(1))
 
 
+def test_a_checksum_is_taken_on_the_device_that_has_the_page_whatever_thread_asks(tmp_path, bulk, monkeypatch):
+    current, launched = [0], list[int]()  # a new thread begins with the first device
+
+    @contextmanager
+    def second(device):
+        assert device == torch.device("cuda:1")
+        current[0] = 1
+        yield
+        current[0] = 0
+
+    monkeypatch.setattr(torch.cuda, "device", second)
+    with readers.launching_on(torch.device("cuda:1")):
+        assert current == [1]
+    with readers.launching_on(CPU):
+        assert current == [0]
+    plain = bulk.checksums
+
+    def checksums(pages):
+        launched.append(current[0])
+        return plain(pages)
+
+    monkeypatch.setattr(bulk, "checksums", checksums)
+    monkeypatch.setattr(readers, "launching_on", lambda device: second(torch.device("cuda:1")))
+    monkeypatch.setattr(managers, "bulk_for", lambda device: bulk)
+    Pages(tmp_path, experts=1, slots=1).manager.page_copy(0)
+    assert launched == [1]
+
+
 def test_pages_that_compaction_moves_are_copied_together(tmp_path, bulk, monkeypatch):
     monkeypatch.setattr(managers, "bulk_for", lambda device: bulk)
     monkeypatch.setattr("megascale_omni.paging.tiers.SEGMENT_BYTES", 4 * 4096)
@@ -209,3 +242,22 @@ def test_pages_that_compaction_moves_are_copied_together(tmp_path, bulk, monkeyp
     assert moved == 8
     assert launched == [4], "those at the ends of chains are one or two, and copied one by one"
     pages.check()
+
+
+def test_gradients_of_pages_that_are_stepped_together_are_clipped_in_one_launch(bulk, monkeypatch):
+    launched, experts, seen = counted(monkeypatch, "scale_groups"), small_experts(), list[torch.Tensor]()
+    experts.manager.bulk = bulk
+    arithmetic = SimpleNamespace(
+        steps_together=lambda device: True,
+        advance_all=lambda segments, *, clip, stop, due: seen.extend(segment.g for segment in segments),
+    )
+    together = Together.of(experts, arithmetic, clip=0.37)  # type: ignore[arg-type]
+    assert together is not None
+    given = [torch.randn(100) for _ in range(3)]
+    expected = [gradient * 0.37 for gradient in given]
+    for expert, gradient in enumerate(given):
+        pages = {Plane.WEIGHT: torch.zeros(100), Plane.GRADIENT: gradient}
+        together.add((expert, 0), pages, [(slice(0, 60), ()), (slice(60, 100), ())], step=1)
+    together.launch()
+    assert launched == [1], "one group of three"
+    assert all(map(torch.equal, (torch.cat(seen[n : n + 2]) for n in (0, 2, 4)), expected))

@@ -114,7 +114,7 @@ def test_sums_of_rows_that_lie_far(monkeypatch):
     order = torch.tensor([0, rows - 2, rows - 1])
     out = torch.empty(2, HIDDEN)
     with untouched(monkeypatch), checked():
-        permute_rows.sum_rows[(2, 1)](y, order, torch.tensor([0, 1, 3]), out, 3, 2, HIDDEN, BLOCK=permute_rows.BLOCK)
+        permute_rows.sum_rows[(2, 1)](y, order, torch.tensor([0, 0, 1, 3]), out, 3, 2, HIDDEN, BLOCK=permute_rows.BLOCK)
     assert torch.equal(out, torch.stack([torch.zeros(HIDDEN), torch.arange(2.0, HIDDEN + 2)]))
     assert torch.equal(sum_by_token(y[-2:], torch.tensor([0, 0]), 1), out[1:])
 

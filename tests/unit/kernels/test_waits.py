@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megascale_omni.experts.combine import Combine
 from megascale_omni.experts.completion import LastGradients
 from megascale_omni.experts.gradients import ExpertGradients
 from megascale_omni.experts.module import PagedExperts
@@ -22,11 +23,15 @@ from megascale_omni.kernels.wave import WaveItem, wave_tables
 from megascale_omni.kernels.wave_schedule import whole_wave_tables
 from megascale_omni.optimizer.cuda_arithmetic import CudaAdamW
 from megascale_omni.optimizer.paged_adam import GroupBinding, PagedAdam
+from megascale_omni.optimizer.replay_ahead import ReplayAhead
+from megascale_omni.paging import batches
+from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import ExpertShape, PageLayout
+from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.observe import Observer
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.whole import WholeModules
-from tests.unit.experts.paged import HIDDEN, Tensors, active_experts, drop_gradients, grad_of, gradients, leaf
+from tests.unit.experts.paged import CPU, HIDDEN, Tensors, active_experts, drop_gradients, grad_of, gradients, leaf
 from tests.unit.kernels.checker import checked
 from tests.unit.kernels.test_backend import kernel_experts, pages_of
 
@@ -257,41 +262,6 @@ def adam_of(experts: PagedExperts, *, kernels: bool = False) -> PagedAdam:
     return PagedAdam(binding, groups=[group], arithmetic=CudaAdamW(kernels=kernels), shards=PageShards(), max_lag=4)
 
 
-FEW, BOTH = EVEN[:2], [[0, 1]]
-STEPS: list[list[Routes]] = [[FEW], [DROPPED], [FEW, DROPPED], [FEW]]
-"""Experts without tokens in nearly every step; some are caught up when they are read again."""
-
-
-def trained(seed: int, ahead: bool) -> tuple[Tensors, list[list[int]], int]:
-    """State after some steps, every page's last step after each of them, and how many micro-batches went ahead."""
-    torch.manual_seed(seed)
-    experts = kernel_experts(rows=16, ffn=16)
-    for plane in (Plane.MOMENT1, Plane.MOMENT2):
-        experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
-    adam, went, steps = adam_of(experts), 0, []
-    ids = experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
-    for micro_batches in STEPS:
-        for routes in micro_batches:
-            goes = ahead and experts.goes_ahead
-            went += goes
-            computed(experts, routes, ahead=goes)
-        adam.step()
-        drop_gradients(experts)
-        steps.append(experts.manager.table.last_step[ids].tolist())
-        experts.manager.check_integrity()
-    moments = {f"m {n}": t for n, t in adam.dense(experts, Plane.MOMENT1).items()}
-    return experts.dense() | moments, steps, went
-
-
-def test_an_expert_without_tokens_is_not_stepped_as_if_it_had_any(seed):
-    known, known_steps, _ = trained(seed, ahead=False)
-    found, steps, went = trained(seed, ahead=True)
-    assert steps == known_steps, "deferred as ever"
-    assert min(steps[1]) < max(steps[1])
-    assert 2 <= went < sum(map(len, STEPS)), "a module that is behind waits for its numbers, another one does not"
-    assert differences(found, known) == []
-
-
 class Told(Observer):
     """All that an observer hears."""
 
@@ -306,18 +276,47 @@ class Told(Observer):
         self.heard.append((kind, [each.tolist() if isinstance(each, np.ndarray) else each for each in what]))
 
 
-def test_observers_hear_the_same_in_the_same_order():
-    heard = []
-    for ahead in (False, True):
-        experts, told = kernel_experts(rows=16, ffn=16), Told()
+FEW, SAME = EVEN[:2], [[0, 2]]
+STEPS: list[list[Routes]] = [[FEW], [DROPPED], [FEW, SAME], [DROPPED]]
+"""Experts without tokens in every step; some are caught up when they are read again, by one micro-batch or by two."""
+
+
+def trained(seed: int, ahead: bool, told: Told | None = None) -> tuple[Tensors, list[list[int]]]:
+    """State after some steps, and every page's last step after each of them."""
+    torch.manual_seed(seed)
+    experts = kernel_experts(rows=16, ffn=16)
+    for plane in (Plane.MOMENT1, Plane.MOMENT2):
+        experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
+    adam, steps = adam_of(experts, kernels=ahead), []
+    ids = experts.manager.ids(experts.pages, Plane.WEIGHT, range(experts.num_experts))
+    if told is not None:
         experts.manager.observers.append(told)
-        for routes in (DROPPED, BOTH):
-            computed(experts, routes, ahead=ahead)
+    for micro_batches in STEPS:
+        Late.waits = 0
+        with Host().watched() as host:
+            for routes in micro_batches:
+                computed(experts, routes, ahead=ahead)
+        assert not ahead or (Late.waits, host.waits) == (0, [])
+        adam.step()
         drop_gradients(experts)
-        computed(experts, EVEN[:1], ahead=False)
-        heard.append(told.heard)
-    assert heard[1] == heard[0]
-    assert sum(name == "routed" for name, _ in heard[0]) == 3
+        steps.append(experts.manager.table.last_step[ids].tolist())
+        experts.manager.check_integrity()
+    moments = {f"m {n}": t for n, t in adam.dense(experts, Plane.MOMENT1).items()}
+    return experts.dense() | moments, steps
+
+
+def test_an_expert_without_tokens_is_not_stepped_as_if_it_had_any_and_observers_hear_the_same(monkeypatch, seed):
+    told = Told(), Told()
+    known, known_steps = trained(seed, ahead=False, told=told[0])
+    found, steps = trained(seed, ahead=True, told=told[1])
+    assert steps == known_steps, "deferred as ever"
+    assert all(min(last) < max(last) for last in steps)
+    assert differences(found, known) == []
+    assert told[0].heard == told[1].heard
+    assert sum(name == "routed" for name, _ in told[0].heard) == sum(map(len, STEPS))
+    replay = ReplayAhead.replay
+    monkeypatch.setattr(ReplayAhead, "replay", lambda self, *what, known: replay(self, *what, known=True))
+    assert differences(trained(seed, ahead=True)[0], known), "what two micro-batches read is caught up once"
 
 
 def test_more_tokens_than_there_is_room_for_end_the_run():
@@ -351,16 +350,36 @@ def test_who_must_know_at_once_does_not_go_ahead():
         kernel_experts()(torch.randn(2, HIDDEN), Late(torch.tensor([1, 1, 0, 0])))
 
 
+def test_outputs_that_are_weighted_when_they_are_summed_go_ahead_too(seed):
+    found = []
+    index_Tk = torch.tensor(EVEN[:5])
+    combine = Combine.of_routing(index_Tk, each=True)
+    for ahead in (False, True):
+        torch.manual_seed(seed)
+        experts, Late.waits = kernel_experts(rows=16, ffn=16), 0
+        x, weights = leaf(torch.randn(5, HIDDEN)), leaf(torch.rand(5, TOPK))
+        coming = Late(torch.bincount(index_Tk.reshape(-1), minlength=4))
+        weights_N = weights.reshape(-1).index_select(0, combine.order_N)
+        y = experts(x, coming if ahead else coming.wait(), weights_N, combine.token_N, combine)
+        y.square().sum().backward()
+        assert Late.waits == (not ahead)
+        found.append({"y": y.detach(), "x": grad_of(x), "weights": grad_of(weights), **gradients(experts)})
+    assert differences(found[1], found[0]) == []
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def stepped(seed: int, *, ends_run: bool | None, bad: bool = False) -> tuple[Tensors, Tensors, list[str], str | None]:
+def stepped(
+    seed: int, *, ends_run: bool | None, bad: bool = False, options: PagingOptions | None = None
+) -> tuple[Tensors, Tensors, list[str], str | None]:
     """State before and after a step, what the host waited for in the backward, and the gradient that is not finite.
 
     ``ends_run`` None: pages are stepped after the backward.
     """
     torch.manual_seed(seed)
-    experts = kernel_experts(rows=16, ffn=24)
+    manager = ExpertManager(device=CPU, options=options, poison=True)
+    experts = kernel_experts(rows=16, ffn=24 if bad else 16, manager=manager)  # six waves, or three pages in one
     for plane in (Plane.MOMENT1, Plane.MOMENT2):
         experts.manager.set_plane_dtype(experts.pages, plane, torch.float32)
     adam, gradients = adam_of(experts, kernels=True), ExpertGradients([experts])
@@ -381,17 +400,23 @@ def stepped(seed: int, *, ends_run: bool | None, bad: bool = False) -> tuple[Ten
     table = experts.manager.table
     experts.manager.set_catch_up(experts.pages, None)  # to look at what is there
     assert not table.pins.any()
-    moments = {f"m {n}": t for n, t in experts.dense(Plane.MOMENT1).items()}
-    return before, experts.dense() | moments, host.waits, found
+    after = experts.dense() | {f"m {n}": t for n, t in experts.dense(Plane.MOMENT1).items()}
+    assert options is None or manager.stats()["pages_loaded"] > 0
+    manager.close()
+    return before, after, host.waits, found
 
 
-def test_a_backward_that_steps_pages_waits_for_none_of_them(seed):
+def test_a_backward_that_steps_pages_waits_for_none_of_them(monkeypatch, seed, tmp_path):
     after = stepped(seed, ends_run=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(batches, "BATCH_BYTES", 1)  # a page a wave, and the smallest budget of all
+        leaving = PagingOptions(device_budget=Budget(nbytes=0), disk_path=tmp_path)
+        moved = stepped(seed, ends_run=True, options=leaving)
     read, guarded = (stepped(seed, ends_run=ends_run) for ends_run in (False, True))
-    for found in (read, guarded):
+    for found in (read, guarded, moved):
         assert differences(found[1], after[1]) == []
-    assert after[2] == guarded[2] == []
-    assert read[2] == ["tolist"] * 6, "once a wave, where the run goes on with what is not finite"
+    assert after[2] == guarded[2] == moved[2] == []
+    assert read[2] == ["tolist"], "once a wave, where the run goes on with what is not finite"
 
 
 def test_nothing_is_stepped_from_a_gradient_on_that_is_not_finite(seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEG
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 import megatron_ext
+from megatron_ext import support
 from megatron_ext.activation import activation_of
 from megatron_ext.experts import MegaScaleExperts
+from megatron_ext.layer import NO_OPTIMIZER
 from tests.distributed.megatron_state import fresh_parallel_state
-from tests.unit.megatron_ext.layers import build, transformer_config
+from tests.unit.megatron_ext.layers import build, tokens, transformer_config
+from tests.unit.megatron_ext.two_sides import EVERYWHERE
 
 
 def config(**more: Any) -> Any:
@@ -41,6 +45,35 @@ def test_an_activation_that_pages_do_not_know() -> None:
     changed.activation_func = F.elu
     with pytest.raises(ValueError, match=r"activation_func=elu is not supported .*gelu, .*silu"):
         activation_of(changed)
+
+
+@pytest.mark.parametrize(
+    ("option", "groups"), [("expert_model_parallel_size", (2, 1)), ("expert_tensor_parallel_size", (1, 4))]
+)
+def test_process_groups_of_other_sizes_than_the_configuration_says(option: str, groups: tuple[int, int]) -> None:
+    """Stock trains on, and averages gradients of different experts."""
+    ep, expt_tp = (types.SimpleNamespace(size=lambda size=size: size) for size in groups)
+    with pytest.raises(ValueError, match=rf"{option}=1 .* have {max(groups)} ranks.*same size"):
+        support.check_groups(config(), types.SimpleNamespace(ep=ep, expt_tp=expt_tp))
+
+
+def train_without_optimizer(rank: int, world: int) -> None:
+    fresh_parallel_state()
+    side = build(megascale=True)
+    told = side.layer._runtime.told
+    side.train((tokens(5, seed=0), EVERYWHERE))
+    assert NO_OPTIMIZER not in told
+    side.layer.experts.adam = None  # as where the loop has an optimizer of its own
+    with torch.no_grad():
+        side.forward(tokens(5, seed=1), EVERYWHERE)
+    assert NO_OPTIMIZER not in told
+    side.clear()
+    side.forward_backward(tokens(5, seed=1), EVERYWHERE)
+    assert NO_OPTIMIZER in told
+
+
+def test_experts_that_nothing_steps_are_warned_of(pools):
+    pools[1].run(train_without_optimizer)
 
 
 def refuse_after_building(rank: int, world: int) -> None:

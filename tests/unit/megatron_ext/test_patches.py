@@ -76,6 +76,12 @@ class TestEnableAndDisable:
         megatron_ext.disable()
         assert megatron_ext.enable(other).config == other
 
+    @pytest.mark.parametrize("config", [{"paging": {"page_size_bytes": "1MiB"}}, "megascale.yaml"])
+    def test_what_is_no_configuration_is_refused(self, config: Any) -> None:
+        with pytest.raises(ValueError, match=r"takes a MegaScaleConfig, not .*from_mapping.*from_file"):
+            megatron_ext.enable(config)
+        assert not megatron_ext.is_enabled()
+
     def test_each_run_has_a_runtime_of_its_own(self) -> None:
         first = megatron_ext.enable()
         megatron_ext.disable()

@@ -203,6 +203,36 @@ def test_compaction_comes_at_the_end_of_a_step(tmp_path, segments_of_four_slots,
     assert found == expected
 
 
+def ends_of_steps(pages: Pages, count: int, *, percent: float, change=lambda step: None) -> int:
+    """Compactions at the ends of so many steps, in each of which ``change`` is made."""
+    manager = pages.manager
+    manager.upkeep = Upkeep(manager, UpkeepOptions(compact_percent=percent), probe=plenty)
+    for step in range(1, count + 1):
+        manager.schedule.begin_step(step)
+        change(step)
+        manager.schedule.end_step()
+    return pages.counts.get("compactions", 0)
+
+
+def test_where_no_segment_would_return_nothing_is_compacted(tmp_path, segments_of_four_slots):
+    """Five pages need two segments, though three slots of eight are empty."""
+    pages = Pages(tmp_path, experts=5, slots=8)
+    assert pages.manager.arena.bytes_reserved == 8 * SLOT
+    assert ends_of_steps(pages, 5, percent=1.0) == 0
+
+
+def test_memory_that_comes_back_at_every_step_returns_ever_less_often(tmp_path, segments_of_four_slots):
+    pages = Pages(tmp_path, experts=16, slots=64, planes=(WEIGHT, GRADIENT))
+
+    def step(number: int) -> None:
+        for expert in range(16):
+            pages.create(expert, GRADIENT)
+        pages.manager.drop(pages.manager.ids(pages.module, GRADIENT, range(16)))
+
+    assert 3 <= ends_of_steps(pages, 32, percent=10.0, change=step) <= 7  # at steps 1, 2, 4, 8, 16, 32
+    pages.manager.check_integrity()
+
+
 def test_without_a_word_the_next_step_ends_the_one_before(tmp_path, segments_of_four_slots):
     pages = scattered(tmp_path)
     manager = pages.manager

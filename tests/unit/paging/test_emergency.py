@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from megascale_omni.paging import tiers
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.emergency import (
+    CALM_PAUSE,
+    LONGEST_PAUSE_SECONDS,
     LOOK_SECONDS,
     ClassState,
     Emergency,
@@ -38,6 +40,12 @@ def test_what_is_missing():
     assert missing_bytes(FreeMemory(50, 1000), 0.05) == 0
     assert missing_bytes(FreeMemory(49, 1000), 0.05) == 51
     assert missing_bytes(FreeMemory(0, 1000), 0.05) == 100
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_ranks_that_share_memory_give_back_what_is_missing_together(ranks):
+    memory = FreeMemory(49, 1000, sharers=ranks)
+    assert 51 <= ranks * missing_bytes(memory, 0.05) < 51 + ranks
 
 
 STATE = st.builds(
@@ -152,7 +160,7 @@ class TestPages:
         assert pages.manager.arena.bytes_reserved == 6 * SLOT
 
     def test_it_is_looked_at_seldom(self, tmp_path):
-        memory = [PLENTY]
+        memory = [FreeMemory(15, 100)]
         pages = watched(tmp_path, memory)
         pages.manager.upkeep.look()
         memory[0] = short_of(3)
@@ -162,6 +170,58 @@ class TestPages:
         pages.now += LOOK_SECONDS / 2
         pages.manager.upkeep.look()
         assert len(resident(pages)) == 5
+
+    def test_and_more_seldom_where_much_is_free(self, tmp_path):
+        memory = [PLENTY]
+        pages = watched(tmp_path, memory)
+        pages.manager.upkeep.look()
+        memory[0] = short_of(3)
+        pages.now += LOOK_SECONDS
+        pages.manager.upkeep.look()
+        assert len(resident(pages)) == 8
+        pages.now += LOOK_SECONDS * (CALM_PAUSE - 1)
+        pages.manager.upkeep.look()
+        assert len(resident(pages)) == 5
+
+    def test_where_others_keep_memory_full_pages_are_not_moved_about_for_nothing(self, tmp_path, monkeypatch):
+        memory = [short_of(6)]
+        pages = watched(tmp_path, memory)
+        pager, looks, seconds = pages.manager.pager, list[float](), 60.0
+        pages.manager.upkeep.look()  # what can be given is given
+        assert len(resident(pages)) == 2
+        emergency = pages.manager.upkeep.emergency
+        states = emergency.states
+
+        def looked_at() -> dict[SlotClass, ClassState]:
+            looks.append(pages.now)
+            return states()
+
+        monkeypatch.setattr(emergency, "states", looked_at)
+        with mock.patch.object(pager, "compact", side_effect=AssertionError("for nothing")):
+            for _ in range(int(seconds / LOOK_SECONDS)):
+                pages.now += LOOK_SECONDS
+                pages.manager.upkeep.look()
+        assert 2 < len(looks) <= 4 + seconds / LONGEST_PAUSE_SECONDS + 4  # doubling up to the longest pause
+        memory[0] = FreeMemory(15, 100)
+        pages.now += LONGEST_PAUSE_SECONDS
+        pages.manager.upkeep.look()  # it is over: from now on every look counts again
+        memory[0] = short_of(6)
+        pages.now += LOOK_SECONDS
+        looked = len(looks)
+        pages.manager.upkeep.look()
+        assert len(looks) == looked + 1
+        pages.check()
+
+    def test_ranks_of_one_machine_take_their_part_of_what_is_free_again(self, tmp_path):
+        memory = [short_of(6)]
+        pages = watched(tmp_path, memory)
+        manager = pages.manager
+        manager.options = PagingOptions(device_budget=Budget(nbytes=8 * SLOT), disk_path=tmp_path)
+        manager.upkeep.look()
+        assert manager.arena.limit(pages.slot_class) == 2
+        memory[0] = FreeMemory(20 * SLOT + 4 * SLOT, 100 * SLOT, sharers=2)  # four slots more than twice 10 %
+        manager.upkeep.emergency.relax()
+        assert manager.arena.limit(pages.slot_class) == 4
 
     def test_pages_get_their_budget_back_when_memory_is_free_again(self, tmp_path, caplog):
         memory = [short_of(6)]
@@ -199,7 +259,7 @@ class TestPages:
             device_budget=Budget(nbytes=slots * SLOT), host_budget=Budget(nbytes=4 * SLOT), disk_path=tmp_path
         )
         pages.send_away(1, 3)
-        manager.share_budget()
+        manager.shares.apply()
         host = manager.pager.tiers.host
         assert host.bytes_reserved
         manager.upkeep.look()

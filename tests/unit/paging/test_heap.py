@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megascale_omni.paging import manager as manager_module
+from megascale_omni.paging import options as options_module
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import ExpertShape, PageLayout
 from megascale_omni.paging.manager import ExpertManager, PagingOptions
@@ -52,7 +53,8 @@ def test_the_users_choice_is_left_alone(monkeypatch):
 def test_memory_goes_back_only_where_pages_leave(tmp_path, monkeypatch):
     """It costs each step the time to clear blocks anew."""
     calls = []
-    monkeypatch.setattr(manager_module, "give_large_blocks_back", lambda: calls.append(1))
+    for module in (manager_module, options_module):
+        monkeypatch.setattr(module, "give_large_blocks_back", lambda: calls.append(1))
 
     def manager(budget):
         return ExpertManager(

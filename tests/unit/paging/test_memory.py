@@ -34,6 +34,14 @@ def test_without_limits_the_system_tells(system):
     assert system({})() == FreeMemory(200 * 1024, 1000 * 1024)
 
 
+def test_local_ranks_share_what_the_machine_has_and_not_a_limit_of_their_own(system, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert system({})() == FreeMemory(200 * 1024, 1000 * 1024, sharers=4)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (4096, 4096))
+    status = {"/proc/self/status": "VmData:  1 kB\nVmSize: 2 kB\n"}
+    assert [found.sharers for found in system(status).readings()] == [4, 1, 1]
+
+
 def test_every_control_group_above_the_process_counts(system):
     """The one that leaves the smallest share; page cache that can be given up is free."""
     group = "/sys/fs/cgroup/jobs/mine"

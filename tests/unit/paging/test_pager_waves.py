@@ -101,6 +101,69 @@ def test_the_group_that_is_current_is_brought_before_later_ones_and_is_not_sent_
     assert pages.counts["page_faults"] - before["page_faults"] <= 1
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["when it is let go of", "with the next page at hand"])
+def test_a_used_gradient_is_written_for_nothing_unless_it_goes_before_room_is_made(tmp_path, monkeypatch, at_once):
+    pages = Pages(tmp_path, experts=6, slots=4, planes=BOTH)
+    names = [(expert, 0) for expert in range(6)]
+    for expert in range(6):
+        pages.create(expert, Plane.GRADIENT)
+    manager, used, in_vain = pages.manager, list[int](), list[int]()
+    start = manager.pager.departures._start
+
+    def started(page_id: int, *, to_disk: bool = False) -> bool:
+        in_vain.extend({page_id} & set(used))
+        return start(page_id, to_disk=to_disk)
+
+    monkeypatch.setattr(manager.pager.departures, "_start", started)
+
+    def forget() -> None:
+        manager.drop(np.array(used, dtype=np.int64))
+        used.clear()
+
+    released = forget if at_once else None
+    for (expert, _), _ in manager.sweep(
+        pages.module, names, planes=BOTH, phase=Phase.STEP, write=True, released=released
+    ):
+        forget()  # where it is not done yet
+        used.append(pages.id(expert, Plane.GRADIENT))
+    assert bool(in_vain) is not at_once
+    manager.check_integrity()
+
+
+def test_the_state_of_weights_that_are_behind_is_on_its_way_before_a_wave_comes_to_them(tmp_path):
+    """Catching up works on moments too, which no visit of a forward tells of: they are asked for all the same."""
+    planes = (Plane.WEIGHT, Plane.MOMENT1)
+    pages = Pages(tmp_path, experts=4, slots=16, planes=planes)
+    for expert in range(4):
+        pages.create(expert, Plane.MOMENT1)
+    for plane in planes:
+        pages.send_away(*range(4), plane=plane)
+    late, here = {1, 2}, dict[int, bool]()
+
+    class Optimizer:
+        def is_behind(self, module, page_ids):
+            return np.array([pages.manager.key(i).expert in late for i in page_ids.tolist()], dtype=bool)
+
+        def catch_up(self, module, page_ids):
+            for page_id in page_ids[self.is_behind(module, page_ids)].tolist():
+                expert = pages.manager.key(page_id).expert
+                ids = [pages.id(expert, plane) for plane in planes]
+                flights = pages.manager.pager.flights
+                here[expert] = all(
+                    pages.tier(expert, p) == "active" or i in flights for p, i in zip(planes, ids, strict=True)
+                )
+                with pages.manager.lease_ids(module, Plane.MOMENT1, np.array(ids[1:])) as lease:
+                    lease.mark_dirty()
+
+    pages.manager.set_catch_up(pages.module, Optimizer())
+    for wave in pages.manager.waves(pages.module, range(4), planes=(Plane.WEIGHT,)):
+        pages.jobs.complete_all()
+        assert wave.items
+    assert here == {1: True, 2: True}
+    assert pages.tier(0, Plane.MOMENT1) == pages.tier(3, Plane.MOMENT1) == "evicted"  # nobody has asked for these
+    pages.manager.check_integrity()
+
+
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 

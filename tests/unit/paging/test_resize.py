@@ -139,7 +139,7 @@ def test_sizes_that_do_not_work_are_refused_and_nothing_changes(tmp_path):
             Model(TASK, PagingOptions()),
             Model(TASK, PagingOptions(Budget(fraction=1.0), disk_path=tmp_path)),
         )
-        with pytest.raises(ValueError, match="start with --megascale-device-budget"):
+        with pytest.raises(ValueError, match="start it with --megascale-device-budget"):
             resident.manager.resize(Budget(fraction=0.5))
         before = paged.manager.options
         with pytest.raises(ValueError, match=rf"use --megascale-device-budget {smallest_budget_of(TASK)} or more"):

@@ -127,6 +127,24 @@ def test_a_new_page_gets_a_slot_that_nothing_is_coming_to(tmp_path):
         assert not lease.page(0, 0).any()
 
 
+def test_a_page_that_was_filled_and_never_leased_leaves_when_it_is_filled(tmp_path):
+    """Moments are made, filled with zeros, and may leave before they are leased: the copy waits for the zeros."""
+    streams = LateStreams()
+    planes = (Plane.WEIGHT, Plane.MOMENT1)
+    pages = Pages(tmp_path, experts=2, slots=4, host_slots=4, planes=planes, copier=StreamCopier(streams))
+    (new,) = pages.manager.create(pages.module, Plane.MOMENT1, [0]).tolist()
+    pages.manager.page_tensor(new).zero_()
+    marked = streams.marks
+    pages.manager.pager.departures.evict(new)
+    pages.jobs.complete_all()
+    assert max(event.number for event in streams.copies[-1].after) > marked
+    pages.manager.pager.poll()
+    with pages.manager.lease(pages.module, Plane.MOMENT1, [0]):
+        marked = streams.marks
+    pages.send_away(0, plane=Plane.MOMENT1)
+    assert streams.marks == marked + 1, "the lease's own event serves from then on"
+
+
 def test_a_slot_that_compaction_has_moved_a_page_out_of_is_filled_when_that_copy_is_past(tmp_path):
     """Compute makes that copy; one that brings the next page to the slot is on another stream."""
     streams = LateStreams()

@@ -80,6 +80,12 @@ def test_the_trainers_configuration_and_flags_are_read_alike():
     assert from_file.parameters == 26_355_968, "as the trainer counts them"
 
 
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "model.json").write_text("{num_layers")
+    with pytest.raises(ValueError, match=r"--from .*model\.json is not JSON"):
+        read_model(str(tmp_path / "model.json"))
+
+
 def test_layers_with_experts():
     assert card(moe_layer_freq=2).moe_layers == 2
     assert card(moe_layer_freq="[0]*1+[1]*3").moe_layers == 3
@@ -91,7 +97,7 @@ def test_layers_with_experts():
     ("changes", "message"),
     [
         ({"num_experts": None}, "there are no experts"),
-        ({"moe_layer_freq": "[0]*4"}, r"there are no experts \(moe_layer_freq\)"),
+        ({"moe_layer_freq": "[0]*4"}, "no layer has experts"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_layers": "four"}, "num_layers='four' is not a whole number"),
         ({"moe_router_topk": 9}, "moe_router_topk=9 is more than num_experts=8"),
@@ -414,10 +420,11 @@ def test_the_command_prints_a_plan_and_json(capsys):
         (["--expert-parallel", "0"], "--expert-parallel 0 must be 1 or more"),
         (["--expert-parallel", "2", "--data-parallel", "3"], "--data-parallel 3 is no multiple of --expert-parallel 2"),
         (["--device-memory", "0"], "--device-memory=0 is not more than nothing"),
-        (["--flops", "0"], "--flops 0.0 is no number of operations a second"),
-        (["--flops", "nan"], "--flops nan is no number of operations a second"),
         (["--from", "--num-layers 2 --num-experts 8 --expert-tensor-parallel-size 2"], "a plan knows no experts"),
         (["--device-memory", "much"], "--device-memory='much' is not a size"),
+        (["--flops", "0"], "--flops 0 must be a number of operations a second, more than 0"),
+        (["--flops", "nan"], "--flops nan must be a number"),
+        (["--from", "--num-layers '4"], "--from: these are no flags (No closing quotation): --num-layers '4"),
     ],
 )
 def test_mistakes_are_messages(flags, message, capsys):

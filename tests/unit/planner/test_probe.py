@@ -101,11 +101,16 @@ def test_a_text_leaves_experts_out_that_an_even_draw_would_not():
     """Some of 64 experts get none of 1024 bytes with eight choices each, as in a run; evenly drawn, all get some."""
     wide = card(num_layers=4, hidden_size=256, num_experts=64, moe_router_topk=8, moe_ffn_hidden_size=8)
     model = Miniature(replace(wide, seq_length=64, micro_batch_size=16), CPU, page_bytes=64 * KIB)
+    model.passes()
+    times, seconds = model.times, model.times.experts
     routed = model.routed(6)
     model.close()
+    assert times.experts == seconds, "a step's times are its own"
     assert len(set(routed)) > 1, "routers are drawn apart"
     found = probe.Measured(mock.Mock(), tuple(routed))
-    assert 0.9 < found.active_share(64) < 0.999
+    share = found.active_share(64)
+    assert share is not None
+    assert 0.9 < share < 0.999
 
 
 def test_rates_give_the_times_of_a_step_back():
@@ -121,6 +126,60 @@ def test_rates_give_the_times_of_a_step_back():
     assert passes_seconds(model, device, run) == pytest.approx(3 * one, rel=0.05), "norms and position tables aside"
     bytes_ = optimizer_bytes(model, run, state_of(model, run))
     assert bytes_ / device.memory_bytes_s == pytest.approx(0.5 * bytes_ / 28 / 1000)
+
+
+LARGE = {
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_experts": 256,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 2048,
+    "vocab_size": 129_280,
+    "seq_length": 4096,
+    "micro_batch_size": 4,
+    "global_batch_size": 8,
+    "swiglu": True,
+    "bf16": True,
+}
+
+
+def test_a_model_that_is_too_large_to_be_tried_has_fewer_tokens_experts_and_words():
+    assert miniature.in_reach(card(), CPU) == card()
+    large = card(**LARGE)
+    made = miniature.in_reach(large, CPU)
+    assert (made.micro_batch_size, made.seq_length) == (1, miniature.LEAST_TOKENS)
+    assert made.num_experts == made.moe_router_topk, "as many tokens each, as far as can be"
+    assert 2 * made.vocabulary * made.hidden_size <= miniature.HEAD_ELEMENTS
+    assert miniature._layers(made) == 1
+    beside = miniature.in_reach(large, torch.device("cuda"))
+    assert beside.seq_length > made.seq_length, "which computes faster"
+    assert beside.num_experts * 4 * 4096 == 256 * beside.micro_batch_size * beside.seq_length
+
+
+def test_of_a_model_that_was_made_smaller_the_head_counts_as_it_is_and_no_routers_are_known():
+    model = card(vocab_size=2048)
+    times = [StepTimes(passes=1.0, experts=0.25, head=0.125, optimizer=0.5, row_share=0.5, active=((0, 1),))]
+    with (
+        mock.patch.object(probe, "_steps", lambda miniature, count: times * count),
+        mock.patch.object(Miniature, "stepped_elements", 1000, create=True),
+        mock.patch.multiple(miniature, HEAD_ELEMENTS=2 * 256 * 32, ACTIVATION_BYTES=1, LEAST_TOKENS=8),
+    ):
+        found = probe.measure_here(model, page_bytes=64 * KIB)
+    assert found.routed is None
+    assert found.active_share(8) is None
+    layers = model.num_layers  # of which one is made
+    one = layers * (1.0 - 0.25 - 0.125) + 8 * 0.125 + layers * 0.25 / 0.5
+    tokens = model.micro_batch_size * model.seq_length / 8  # of a sequence of eight
+    expected = tokens * one * model.global_batch_size / model.micro_batch_size
+    assert passes_seconds(model, found.device, Run(page_bytes=64 * KIB)) == pytest.approx(expected, rel=0.1)
+
+
+def test_where_no_token_finds_an_expert_that_is_made_all_are_made():
+    few = card(num_experts=256, moe_router_topk=1, seq_length=1, micro_batch_size=1, bf16=True)
+    with mock.patch.object(miniature, "EXPERT_BYTES", 1), mock.patch.object(probe, "REPEATS", 1):
+        found = probe.measure_here(few, page_bytes=64 * KIB)
+    assert found.routed is None
+    assert found.device.experts > 0
 
 
 def test_memory_is_given_back_where_pages_will_leave_as_in_the_run():
