@@ -78,7 +78,11 @@ class DiskFile:
     def reserve(self, nbytes: int) -> int:
         """Adds ``nbytes`` to the file, on disk at once; the offset of the first of them."""
         offset = self.promise(nbytes)
-        self.fill()
+        try:
+            self.fill()
+        except ValueError:
+            self._size = offset
+            raise
         return offset
 
     def promise(self, nbytes: int) -> int:
@@ -90,7 +94,7 @@ class DiskFile:
         """Takes disk space for all that was promised.
 
         Raises:
-            ValueError: there is not enough of it. Where nothing was written to what was promised, that is forgotten.
+            ValueError: there is not enough of it. What was promised stays so: pages know their places.
         """
         nbytes = self._size - self._filled
         if not nbytes:
@@ -105,7 +109,6 @@ class DiskFile:
             full, size = error.errno in (errno.ENOSPC, errno.EDQUOT), self._size
             if all(offset < self._filled for offset in self._sums):  # nothing is there yet
                 os.ftruncate(self._fd, self._filled)
-                self._size = self._filled
             limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
             if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
                 raise ValueError(

@@ -79,7 +79,9 @@ class Upkeep:
                 "with --megascale-device-budget and --megascale-disk-path (100% keeps all pages until it is resized)"
             )
         check_budget(budget, class_needs(self._manager.modules))
-        self._resize_to = budget, host or (self._resize_to or (None, None))[1]
+        host = host or (self._resize_to or (None, None))[1]
+        self._manager.shares.take_disk(budget, host or self._manager.options.host_budget)
+        self._resize_to = budget, host
         if not self._busy:
             self._apply_resize()
 
@@ -143,7 +145,6 @@ class Upkeep:
         manager = self._manager
         manager.pager.settle()
         host = wanted[1] or manager.options.host_budget
-        manager.shares.take_disk(wanted[0], host)
         manager.options = replace(manager.options, device_budget=wanted[0], host_budget=host)
         manager.shares.apply()
         for slot_class in manager.arena.slot_classes():

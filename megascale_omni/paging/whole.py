@@ -120,7 +120,7 @@ class WholeModules:
         self._manager = manager
         self._calls: deque[_Call] = deque()
         self._gradients: dict[int, _Gradients] = {}
-        self._addresses: dict[tuple[int, Plane], torch.Tensor] = {}
+        self._addresses: dict[tuple[int, int], torch.Tensor] = {}
         self._follows_moves = False
         self._ahead: dict[int, CatchesUpAhead | None] = {}
         self.unsettled = False
@@ -329,7 +329,7 @@ class WholeModules:
         def moved(page_id: int) -> None:
             others(page_id)
             if self._addresses:
-                number = int(self._manager.numbering.modules_of(np.asarray([page_id // NUM_PLANES]))[0])
-                self._addresses.pop((number, Plane(page_id % NUM_PLANES)), None)
+                index, plane = divmod(page_id, NUM_PLANES)  # of every gradient page, twice a step
+                self._addresses.pop((self._manager.numbering.module_of(index), plane), None)
 
         self._manager.pager.on_move = moved

@@ -138,5 +138,7 @@ def killed_runs(data_path: Path, *, more: int = 2) -> list[Killed]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m scripts.measurements.checkpoint_kills TEXT RUNS")
     found = killed_runs(Path(sys.argv[1]), more=int(sys.argv[2]))
     say(f"{sum(run.ended and run.equal for run in found)} of {len(found)} came back with equal losses")

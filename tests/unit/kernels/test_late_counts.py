@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,3 +84,24 @@ def test_more_tokens_than_there_is_room_for_are_told_of_as_long_as_somebody_asks
     for _ in range(3):
         with pytest.raises(RuntimeError, match="nothing of them was computed"):
             experts.manager.present(experts.pages, Plane.GRADIENT)
+
+
+def test_addresses_are_made_anew_for_the_module_and_plane_of_which_a_page_has_moved():
+    one = kernel_experts()
+    two = kernel_experts(manager=one.manager)
+    manager, known = one.manager, [(0, Plane.WEIGHT), (1, Plane.WEIGHT), (1, Plane.GRADIENT)]
+    manager.create(two.pages, Plane.GRADIENT, range(4))
+    for module, plane in known:
+        manager.whole._table(manager.modules[module], plane)
+    for page in (Plane.GRADIENT, Plane.WEIGHT):
+        moved = int(manager.ids(two.pages, page, [3])[-1])
+        before = manager.page_tensor(moved).data_ptr()
+        slot_class = manager.table.slot_class(moved)
+        manager.pager.relocate([(moved, manager.arena.spare_slot(slot_class, ()))])
+        known.remove((1, page))
+        assert list(manager.whole._addresses) == known
+        table = manager.whole._table(two.pages, page)
+        assert before != manager.page_tensor(moved).data_ptr() == table[-1]
+        manager.whole._addresses.pop((1, page))
+    indices = np.arange(manager.numbering.num_indices)
+    assert [*map(manager.numbering.module_of, indices.tolist())] == manager.numbering.modules_of(indices).tolist()

@@ -136,6 +136,20 @@ def test_a_disk_that_is_filled_meanwhile_gives_back_what_it_could_not_complete(d
     assert os.fstat(disk._fd).st_size == SLOT.nbytes
 
 
+def test_what_was_promised_stays_promised_where_the_disk_has_no_room_for_it_yet(disk, monkeypatch):
+    """Pages know their places: nobody else gets them, and they are taken when there is room."""
+    first = disk.promise(SLOT.nbytes)
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(ValueError, match="has no room"):
+            disk.fill()
+        with pytest.raises(ValueError, match="has no room"):
+            disk.reserve(SLOT.nbytes)
+    assert disk.promise(SLOT.nbytes) == first + SLOT.nbytes
+    disk.fill()
+    assert os.fstat(disk._fd).st_size == 2 * SLOT.nbytes
+
+
 def test_a_file_system_that_cannot_hold_the_file_is_not_said_to_be_full(disk, monkeypatch):
     def refuse(*args):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

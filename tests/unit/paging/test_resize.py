@@ -1,5 +1,6 @@
 """The arena becomes smaller and larger while pages are used; memory returns, bytes and results stay."""
 
+import errno
 from unittest import mock
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megascale_omni.paging import tiers
 from megascale_omni.paging.budget import Budget
 from megascale_omni.paging.layout import MIB, ExpertShape, PageLayout, SlotClass
-from megascale_omni.paging.manager import PagingOptions
+from megascale_omni.paging.manager import ExpertManager, PagingOptions
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import Arena
 from scripts.measurements.paging_model import Model, Task, Trained, batches_of, smallest_budget_of, train
@@ -146,6 +147,27 @@ def test_sizes_that_do_not_work_are_refused_and_nothing_changes(tmp_path):
             paged.manager.resize(Budget(nbytes=1))
         assert paged.manager.options == before
         paged.manager.close()
+
+
+def test_a_budget_whose_pages_the_disk_cannot_hold_is_refused_at_once_though_pages_are_held(tmp_path, monkeypatch):
+    """And not when the step has ended, where nobody asked."""
+    monkeypatch.setattr("megascale_omni.paging.batches.BATCH_BYTES", 1)
+    options = PagingOptions(device_budget=Budget(fraction=1.0), disk_path=tmp_path)
+    manager = ExpertManager(device=CPU, options=options)
+    layout = PageLayout.for_page_bytes(
+        ExpertShape(hidden=64, ffn=64, gated=False, bias=False), page_bytes=64 * 1024, dtype=torch.float32
+    )
+    module = manager.add_module(path="m", layout=layout, num_experts=12, dtypes={Plane.WEIGHT: torch.float32})
+    manager.create(module, Plane.WEIGHT, range(12))
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch("os.posix_fallocate", full), manager.lease(module, Plane.WEIGHT, [0]):
+        with pytest.raises(ValueError, match="has no room for the experts' pages"):
+            manager.resize(Budget(fraction=0.5))
+        manager.schedule.end_step()
+    manager.schedule.end_step()
+    assert full.called
+    assert manager.arena.limit(module.slot_class(Plane.WEIGHT)) == 12
+    manager.close()
 
 
 def test_memory_of_the_process_falls(tmp_path):
