@@ -318,7 +318,8 @@ class ExpertGradients:
                     parts[name].mul_(scale)
 
         wire = torch.bfloat16 if self.wire == "bf16" else None
-        reducer = PageReducer(channel, sharded=shards.size > 1, wire=wire, device=experts.manager.arena.device)
+        device, bulk = experts.manager.arena.device, experts.manager.bulk
+        reducer = PageReducer(channel, sharded=shards.size > 1, wire=wire, device=device, bulk=bulk)
         here = set(self.present(experts))
         for name, total in reducer.reduce(experts, plan, read):
             if total is None:

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from megascale_omni.bulk import TORCH, Bulk
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.shards import PageName, PageShards, buckets
 from megascale_omni.groups.channel import Channel, Transfer
@@ -72,12 +73,15 @@ class PageReducer:
 
     Args:
         channel: the expert-data-parallel group. sharded: whether the sum stays with the reducer. wire: dtype on the
-        way; None: that of the gradient plane. device: of the pages.
+        way; None: that of the gradient plane. device: of the pages. bulk: who rounds what is sent.
     """
 
-    def __init__(self, channel: Channel, *, sharded: bool, wire: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self, channel: Channel, *, sharded: bool, wire: torch.dtype | None, device: torch.device, bulk: Bulk = TORCH
+    ) -> None:
         self.channel = channel
         self.device = device
+        self.bulk = bulk
         self.sharded = sharded
         self.wire = wire
 
@@ -150,10 +154,18 @@ class PageReducer:
             if tensors:
                 key = tuple(tensor.data_ptr() for tensor in tensors)  # the same to several ranks is packed once
                 if key not in packed:
-                    packed[key] = torch.cat([tensor.to(wire) for tensor in tensors])
+                    packed[key] = self._packed(tensors, wire)
                 transfers.append(Transfer(peer, packed[key], True))
             if sizes[peer]:
                 arriving[peer] = torch.empty(sum(sizes[peer]), dtype=wire, device=self.device)
                 transfers.append(Transfer(peer, arriving[peer], False))
         self.channel.transfer(transfers).wait()
         return {p: list(arriving[p].split(sizes[p])) if p in arriving else [] for p in self._others}
+
+    def _packed(self, tensors: list[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
+        """Tensors one after the other, in the dtype of the wire."""
+        if wire is not torch.bfloat16 or tensors[0].dtype is not torch.float32:
+            return torch.cat([tensor.to(wire) for tensor in tensors])
+        packed = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=wire, device=self.device)
+        self.bulk.pack(tensors, packed)
+        return packed

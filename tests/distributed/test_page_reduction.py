@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale_omni.bulk import TorchBulk
 from megascale_omni.experts.reduction import owners_of, plan_reductions
 from megascale_omni.experts.shards import PageShards
 from tests.distributed.megatron_state import fresh_parallel_state
@@ -40,6 +42,16 @@ def test_every_touched_page_is_added_up_once_by_who_keeps_it_or_has_it(ranks, pa
 ROUTES = [[[0], [0, 1]], [[0, 2]], [[0]], [[0, 2], []]]
 
 
+class CountingBulk(TorchBulk):
+    """Counts the tensors that it packs."""
+
+    packed = 0
+
+    def pack(self, gradients: Sequence[torch.Tensor], wire: torch.Tensor) -> None:
+        self.packed += len(gradients)
+        super().pack(gradients, wire)
+
+
 def reduce_counted(rank: int, world: int, *, distributed: bool, wire: str) -> Any:
     """Bytes that this rank sends to reduce expert gradients, which pages it has then, and whether stock agrees."""
     from scripts.comparison.collectives import CollectiveCounter
@@ -56,6 +68,7 @@ def reduce_counted(rank: int, world: int, *, distributed: bool, wire: str) -> An
     ours.clear()
     ours.forward_backward(x_Th, routes)
     shards = ours.layer.experts.adam.shards
+    bulk = ours.layer.experts.manager.bulk = CountingBulk()
     counter = CollectiveCounter()
     counter.install(everywhere=True)
     try:
@@ -64,7 +77,7 @@ def reduce_counted(rank: int, world: int, *, distributed: bool, wire: str) -> An
     finally:
         counter.remove()
     pages = {name: page.clone() for name, page in ours.ddp.gradients.pages(ours.layer.experts)}
-    return found, sent, pages, shards.owned(ours.layer.experts)
+    return found, sent, pages, shards.owned(ours.layer.experts), bulk.packed
 
 
 @pytest.mark.parametrize(
@@ -85,7 +98,9 @@ def test_only_ranks_that_touched_a_page_send_it(pools, world, distributed, wire)
     mask = world * (world - 1)  # a byte of four bits to each
     assert sum(answer[1] for answer in answers) == trips * EXPERT_NUMEL * width + mask
     touched = {(e, 0) for e, who in members.items() if who}
-    for _, (found, _, pages, owned) in enumerate(answers):
+    packed = sum(answer[4] for answer in answers)
+    assert packed > 0 if wire == "bf16" else packed == 0
+    for found, _, pages, owned, _ in answers:
         assert found == []
         assert set(pages) == (touched & set(owned) if distributed else touched)
         if not distributed:
