@@ -41,13 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--budget", metavar="SIZE", help="plan for this device budget instead of advising one")
     parser.add_argument(
-        "--expert-parallel", type=int, default=1, metavar="N", help="ranks that share a layer's experts (default 1)"
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="ranks that share a layer's experts (default: the model's, or 1)",
     )
     parser.add_argument(
-        "--pipeline-parallel", type=int, default=1, metavar="N", help="ranks that share the layers (default 1)"
+        "--pipeline-parallel", type=int, metavar="N", help="ranks that share the layers (default: the model's, or 1)"
     )
     parser.add_argument(
-        "--data-parallel", type=int, default=1, metavar="N", help="ranks that share a batch (default 1)"
+        "--data-parallel", type=int, metavar="N", help="ranks that share a batch (default: those that share experts)"
     )
     parser.add_argument("--active-experts", metavar="PERCENT", help="with tokens in a micro-batch (default: evenly)")
     parser.add_argument("--trace", metavar="FILE", help="of a run of this model: what a step moves follows from it")
@@ -85,13 +88,20 @@ def _run(args: argparse.Namespace, card: ModelCard, page_bytes: int) -> Run:
         if share is None or not 0 < share <= 1:
             raise ValueError(f"--active-experts={args.active_experts} is no percentage of experts; write e.g. 30%")
     for flag in ("expert_parallel", "pipeline_parallel", "data_parallel"):
-        if getattr(args, flag) < 1:
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be 1 or more")
+    expert_parallel = args.expert_parallel or card.expert_parallel
+    data_parallel = args.data_parallel or expert_parallel
+    if data_parallel % expert_parallel:
+        raise ValueError(
+            f"--data-parallel {data_parallel} is no multiple of --expert-parallel {expert_parallel}: ranks that have "
+            "other experts have other samples as well"
+        )
     plan = Run(
         page_bytes=page_bytes,
-        expert_parallel=args.expert_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-        data_parallel=args.data_parallel,
+        expert_parallel=expert_parallel,
+        pipeline_parallel=args.pipeline_parallel or card.pipeline_parallel,
+        data_parallel=data_parallel,
         active_share=share,
         trace=None if args.trace is None else read_trace(args.trace),
     )
@@ -112,6 +122,10 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     here = args.device == "here"
     memory = None if args.device_memory is None else parse_bytes(args.device_memory, key="--device-memory")
     host = parse_bytes(args.host_memory, key="--host-memory")
+    if memory is not None and memory < 1:
+        raise ValueError(f"--device-memory={args.device_memory} is not more than nothing")
+    if args.flops is not None and not 0 < args.flops < math.inf:
+        raise ValueError(f"--flops {args.flops:g} must be a number of operations a second, more than 0, e.g. 4e14")
     if here:
         from megascale_omni.planner.probe import measure_here, memory_here, paging_efficiency
 
@@ -129,8 +143,6 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     if args.link is not None:
         device = dataclasses.replace(device, link_bytes=bandwidth(args.link, key="--link"))
     if args.flops is not None:
-        if not 0 < args.flops < math.inf:
-            raise ValueError(f"--flops {args.flops:g} must be a number of operations a second, more than 0, e.g. 4e14")
         device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0, experts=1.0)
     disk = None
     if args.disk_bandwidth == "auto":

@@ -11,8 +11,9 @@ clips and steps pages and dense parameters.
 
 Experts get what a router gives them that was drawn as the model's is, some very much and some nothing. That depends on
 the text: few of all tokens make up most of it, and the same token goes the same way. Of a vocabulary of bytes the text
-is this package's own source; of a larger one, tokens are drawn by Zipf's law. The learning rate is nothing, so that
-routers stay as they were drawn.
+is this package's own source; of a larger one, tokens are drawn by Zipf's law. One router leaves out other experts than
+another: they are drawn anew for each step, and a plan goes by all of them. The learning rate is nothing, so that the
+other weights stay as they were drawn.
 
 Of many or large experts only the first few of each layer are made; rows of the others are routed, and computed by
 nobody. Of many layers there are at most ``MOST_LAYERS``. Of a model that is too large to be tried where the probe runs
@@ -142,6 +143,8 @@ class Miniature:
         of_layer = EXPERT_BYTES // (self.num_layers * card.expert.num_parameters * self.dtype.itemsize)
         self.number = min(card.num_experts, max(1, of_layer))
         self.times = StepTimes()
+        self._stepped = 0
+        self._chosen: list[list[tuple[int, ...]]] = []
         self._random = torch.Generator().manual_seed(0)
         self._dense: list[torch.Tensor] = []
         self._layers = [self._layer() for _ in range(self.num_layers)]
@@ -251,7 +254,7 @@ class Miniature:
     def passes(self) -> None:
         """Forward and backward of a micro-batch, the first and last of its step."""
         card = self.card
-        tokens_bs = self._text().to(self.device)
+        tokens_bs = self._drawn()
         self.times, began = StepTimes(), self._now()
         self._gradients.drop()
         for main in self._main:
@@ -270,6 +273,26 @@ class Miniature:
         self.times.head = self._now() - forward
         x_sbh.backward(top_sbh.grad)  # type: ignore[no-untyped-call]
         self.times.passes = self._now() - began
+
+    @torch.no_grad()
+    def routed(self, count: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Experts of each layer that ``count`` routers, drawn apart, give tokens of one more text to."""
+        self.times, self._chosen = StepTimes(), [[] for _ in range(count)]
+        x_sbh = F.embedding(self._drawn()[:, :-1].t(), self._embedding)
+        for number in range(self.num_layers):
+            x_sbh = self._forward(number, x_sbh)
+        chosen, self._chosen = self._chosen, []
+        return [tuple(layers) for layers in chosen]
+
+    def _drawn(self) -> torch.Tensor:
+        """Draws a text ``[b, s + 1]``, and routers."""
+        with torch.no_grad():
+            for _, _, router in self._layers:
+                router.copy_(self._router(router))
+        return self._text().to(self.device)
+
+    def _router(self, like: torch.Tensor) -> torch.Tensor:
+        return (torch.randn(like.shape, generator=self._random) * INIT_STD).to(self.device, self.dtype)
 
     def _text(self) -> torch.Tensor:
         """Tokens ``[b, s + 1]`` of a micro-batch and of what follows each."""
@@ -338,6 +361,9 @@ class Miniature:
         card, experts = self.card, self.modules[number]
         z_Th = z_sbh.reshape(-1, card.hidden_size)
         logits_TE = (z_Th @ router.t()).float()
+        for layers in self._chosen:
+            other_TE = (z_Th @ self._router(router).t()).float()
+            layers.append(tuple(other_TE.topk(card.moe_router_topk, dim=-1).indices.unique().tolist()))
         chosen = logits_TE.topk(card.moe_router_topk, dim=-1)
         shape = (z_Th.shape[0], card.num_experts)
         probs_TE = z_Th.new_zeros(shape).scatter(1, chosen.indices, chosen.values.softmax(-1).to(self.dtype))

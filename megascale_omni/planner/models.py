@@ -10,6 +10,9 @@ from pathlib import Path
 
 from megascale_omni.paging.layout import ExpertShape
 
+MOST_LAYERS = 10_000
+"""Beyond all models; a plan goes through the layers one by one."""
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -43,6 +46,8 @@ class ModelCard:
     bf16: bool
     recompute: bool
     clips: bool = True
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
 
     @property
     def expert(self) -> ExpertShape:
@@ -151,6 +156,26 @@ def _whole(values: Mapping[str, object], key: str, *, name: str, default: int | 
     return number
 
 
+def _switch(values: Mapping[str, object], key: str, *, name: str, default: bool = False) -> bool:
+    value = values.get(key)
+    if value is None:
+        return default
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if str(value).lower() not in known:
+        raise ValueError(f"{name}: {key}={value!r} is neither true nor false")
+    return known[str(value).lower()]
+
+
+def _refuse_layouts(values: Mapping[str, object], *, name: str) -> None:
+    """Raises ValueError for layouts whose ranks a plan does not know: it would say what is not so."""
+    for key in ("expert_tensor_parallel_size", "tensor_model_parallel_size", "context_parallel_size"):
+        if _whole(values, key, name=name, default=1) > 1:
+            raise ValueError(
+                f"{name}: {key}={values[key]}: a plan knows no experts, dense parameters or sequences that are spread "
+                "over ranks; plan with expert, data and pipeline parallelism, or with what one of those ranks has"
+            )
+
+
 def _number(values: Mapping[str, object], key: str, *, name: str, default: float) -> float:
     value = values.get(key, default)
     try:
@@ -168,12 +193,17 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
     if values.get("num_experts") in (None, 0, "0"):
         raise ValueError(f"{name}: there are no experts (num_experts); a dense model has nothing to page")
 
+    _refuse_layouts(values, name=name)
+
     def whole(key: str, default: int | None = None) -> int:
         return _whole(values, key, name=name, default=default)
 
     layers, hidden = whole("num_layers"), whole("hidden_size")
-    gated = bool(values.get("swiglu") or values.get("quick_geglu") or values.get("gated_linear_unit"))
-    bias = not (values.get("disable_bias_linear") or values.get("add_bias_linear") is False)
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{name}: num_layers={layers} is more than a plan counts ({MOST_LAYERS})")
+    gated = any(_switch(values, key, name=name) for key in ("swiglu", "quick_geglu", "gated_linear_unit"))
+    bias = _switch(values, "add_bias_linear", name=name, default=True)
+    bias = bias and not _switch(values, "disable_bias_linear", name=name)
     ffn = whole("ffn_hidden_size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     moe_layers = _moe_layers(values.get("moe_layer_freq", 1), layers, name=name)
     if not moe_layers:
@@ -181,6 +211,10 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
     experts, topk = whole("num_experts"), whole("moe_router_topk", 2)
     if topk > experts:
         raise ValueError(f"{name}: moe_router_topk={topk} is more than num_experts={experts}")
+    micro = whole("micro_batch_size", 1)
+    batch = whole("global_batch_size", micro)
+    if batch % micro:
+        raise ValueError(f"{name}: global_batch_size={batch} cannot be divided by micro_batch_size={micro}")
     card = ModelCard(
         name=name,
         num_layers=layers,
@@ -196,11 +230,13 @@ def model_card(values: Mapping[str, object], *, name: str) -> ModelCard:
         vocabulary=_vocabulary(values, name=name),
         dense_parameters=1,
         seq_length=whole("seq_length", 4096),
-        micro_batch_size=whole("micro_batch_size", 1),
-        global_batch_size=whole("global_batch_size", whole("micro_batch_size", 1)),
-        bf16=bool(values.get("bf16")),
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        bf16=_switch(values, "bf16", name=name),
         recompute=values.get("recompute_granularity") == "full",
         clips=_number(values, "clip_grad", name=name, default=1.0) > 0.0,
+        expert_parallel=whole("expert_model_parallel_size", 1),
+        pipeline_parallel=whole("pipeline_model_parallel_size", 1),
     )
     dense = values.get("dense_parameters")
     counted = _dense(values, card, ffn=ffn, name=name) if dense is None else whole("dense_parameters")
@@ -211,7 +247,7 @@ def _attention(values: Mapping[str, object], hidden: int, *, name: str) -> Atten
     """Where there are no heads (the dense part is given as a number), of 64 channels each."""
     given = values.get("dense_parameters") is not None
     heads = _whole(values, "num_attention_heads", name=name, default=max(1, hidden // 64) if given else None)
-    grouped = bool(values.get("group_query_attention"))
+    grouped = _switch(values, "group_query_attention", name=name)
     groups = _whole(values, "num_query_groups", name=name, default=heads) if grouped else heads
     if heads % groups:
         raise ValueError(f"{name}: num_attention_heads={heads} cannot be divided by num_query_groups={groups}")
@@ -237,13 +273,13 @@ def _dense(values: Mapping[str, object], card: ModelCard, *, ffn: int, name: str
     norm = h if values.get("normalization") == "RMSNorm" else 2 * h
     width = (heads + 2 * groups) * channels
     attention = h * width + heads * channels * h + bias * (width + h)
-    attention += 2 * channels if values.get("qk_layernorm") else 0
+    attention += 2 * channels if _switch(values, "qk_layernorm", name=name) else 0
     feed = ExpertShape(hidden=h, ffn=ffn, gated=card.gated, bias=bool(bias)).num_parameters
-    shared_ffn = values.get("moe_shared_expert_intermediate_size")
     shared = 0
-    if shared_ffn:
-        shared = ExpertShape(hidden=h, ffn=int(str(shared_ffn)), gated=card.gated, bias=bool(bias)).num_parameters
-    embeddings = card.vocabulary * h * (2 if values.get("untie_embeddings_and_output_weights") else 1)
+    if values.get("moe_shared_expert_intermediate_size") is not None:
+        shared_ffn = whole("moe_shared_expert_intermediate_size")
+        shared = ExpertShape(hidden=h, ffn=shared_ffn, gated=card.gated, bias=bool(bias)).num_parameters
+    embeddings = card.vocabulary * h * (1 + _switch(values, "untie_embeddings_and_output_weights", name=name))
     if values.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         embeddings += whole("max_position_embeddings", card.seq_length) * h
     router = card.num_experts * h

@@ -10,7 +10,7 @@ were.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megascale_omni.planner.models import ModelCard
 from megascale_omni.planner.prediction import (
@@ -112,10 +112,17 @@ def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
     break_even = break_even_tokens(card, machine)
     fits = room >= state.smallest_budget
     wanted = run.budget_bytes if run.budget_bytes is not None else _advised(card, machine, run, state, room)
-    words = list(_words(card, machine, state, room=room, dense=dense + activations))
+    planned = wanted is not None and (fits or run.budget_bytes is not None)
+    words = []
+    if _samples(card, run) != card.global_batch_size:
+        words.append(
+            f"A batch of {card.global_batch_size} samples cannot be divided into micro-batches of "
+            f"{card.micro_batch_size} on {run.data_parallel} ranks: counted are {_samples(card, run)}."
+        )
+    words += _words(card, machine, state, room=room, dense=dense + activations, planned=planned)
     prediction = None
     tiers = dict.fromkeys(("device", "host", "disk"), 0)
-    if wanted is not None and (fits or run.budget_bytes is not None):
+    if wanted is not None and planned:
         if wanted < state.smallest_budget:
             raise ValueError(
                 f"a budget of {wanted} bytes is too small for {card.name}: {state.smallest_budget} are needed: give "
@@ -123,7 +130,9 @@ def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
             )
         prediction = predict(card, machine, run, state, budget_bytes=wanted)
         tiers = tiers_of(state, machine, budget_bytes=wanted)
-        words += _about(prediction, state, tokens_per_expert=tokens_per_expert, break_even=break_even, tiers=tiers)
+        words += _about(prediction, tokens_per_expert=tokens_per_expert, break_even=break_even, tiers=tiers)
+    if room < state.total_bytes:
+        words += _ranks_that_hold(card, run, room=room)
     return Plan(
         model=card.name,
         device=machine.device.name,
@@ -137,7 +146,7 @@ def make_plan(card: ModelCard, machine: Machine, run: Run) -> Plan:
         room_bytes=room,
         advised_budget=wanted if fits or run.budget_bytes is not None else None,
         tier_bytes=tiers,
-        tokens_per_step=card.global_batch_size * card.seq_length,
+        tokens_per_step=_samples(card, run) * card.seq_length,
         tokens_per_expert=tokens_per_expert,
         break_even_tokens=break_even,
         prediction=prediction,
@@ -172,29 +181,41 @@ def _advised(card: ModelCard, machine: Machine, run: Run, state: RankState, room
     return tried[-1].budget_bytes if tried else room
 
 
-def _words(card: ModelCard, machine: Machine, state: RankState, *, room: int, dense: int) -> list[str]:
+def _samples(card: ModelCard, run: Run) -> int:
+    """Of a step that is counted."""
+    return micro_batches(card, run) * card.micro_batch_size * run.data_parallel
+
+
+def _ranks_that_hold(card: ModelCard, run: Run, *, room: int) -> list[str]:
+    """The least expert parallelism with which all pages stay, where there is one."""
+    for ranks in range(run.expert_parallel + 1, card.num_experts + 1):
+        if card.num_experts % ranks == 0 and state_of(card, replace(run, expert_parallel=ranks)).total_bytes <= room:
+            return [f"With --expert-parallel {ranks} all pages fit in device memory, and nothing has to move."]
+    return []
+
+
+def _words(card: ModelCard, machine: Machine, state: RankState, *, room: int, dense: int, planned: bool) -> list[str]:
     """What does not fit, and what to do."""
     found = []
     if room < state.smallest_budget:
         found.append(
             f"This does not fit: besides {gib(dense)} for dense state and activations, pages need "
-            f"{gib(state.smallest_budget)} at least; {gib(room)} are left. Use more pipeline stages, full recompute, a "
-            "smaller micro-batch or smaller pages."
+            f"{gib(state.smallest_budget)} at least; {gib(room)} are left. Use more pipeline stages, full recompute, "
+            + ("a smaller micro-batch or smaller pages." if room else "or a smaller micro-batch.")
         )
     elif room >= state.total_bytes:
         found.append("Everything fits in device memory: paging is not needed. Leave the budget out.")
     short = state.total_bytes - room - machine.host_memory
     if short > 0 and machine.disk is None:
         found.append(
-            f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks. "
-            "The step above counts them as if host memory had room."
+            f"{gib(short)} have no place: give a disk (--disk-bandwidth), more host memory or more ranks."
+            + (" The step above counts them as if host memory had room." if planned else "")
         )
     return found
 
 
 def _about(
     prediction: Prediction,
-    state: RankState,
     *,
     tokens_per_expert: float,
     break_even: Mapping[str, float],
@@ -220,7 +241,7 @@ def _about(
         )
     if tiers["disk"] and "disk" in break_even:
         found.append("More host memory keeps pages off the disk; larger global batches step the optimizer less often.")
-    else:
+    elif prediction.optimizer.io_seconds > prediction.passes.io_seconds:
         found.append("A larger global batch steps the optimizer, whose state is most of what moves, less often.")
     return found
 

@@ -159,7 +159,7 @@ def tiers_of(state: RankState, machine: Machine, *, budget_bytes: int) -> dict[s
 
 
 def micro_batches(card: ModelCard, run: Run) -> int:
-    """Of a step and rank."""
+    """Of a step and rank; one at least, if ranks are more than a batch of the card has samples for."""
     return max(1, card.global_batch_size // (card.micro_batch_size * run.data_parallel))
 
 
@@ -186,7 +186,7 @@ def work_of(card: ModelCard, run: Run) -> Work:
 
 def passes_seconds(card: ModelCard, device: Device, run: Run) -> float:
     """Six operations a token and active parameter (eight with recompute), attention's scores included."""
-    tokens = card.global_batch_size * card.seq_length / run.data_parallel
+    tokens = micro_batches(card, run) * card.micro_batch_size * card.seq_length
     passes = 8 if card.recompute else 6
     experts = card.moe_layers * card.moe_router_topk * card.expert.num_parameters
     dense = card.dense_parameters + card.num_layers * card.seq_length * card.hidden_size

@@ -31,6 +31,9 @@ from megascale_omni.planner.models import ModelCard
 
 WARMUP, REPEATS = 2, 5
 
+TEXTS, ROUTERS = 6, 6
+"""What is drawn to see which experts get tokens."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -58,11 +61,11 @@ def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) 
     if gives_back and device.type == "cpu":
         give_large_blocks_back()
     made = in_reach(card, device)
-    found, model = _tried(made, device, page_bytes=page_bytes)
+    found, model, routed = _tried(made, device, page_bytes=page_bytes)
     with_rows = [t for t in found if t.row_share > 0]
     if not with_rows:  # few tokens and many experts, of which some are made: none that tokens have found
         made = replace(made, num_experts=max(made.moe_router_topk, model.number))
-        found, model = _tried(made, device, page_bytes=page_bytes)
+        found, model, routed = _tried(made, device, page_bytes=page_bytes)
         with_rows = [t for t in found if t.row_share > 0]
     tokens = made.micro_batch_size * made.seq_length
     experts, head = _median([t.experts / t.row_share for t in with_rows]), _median([t.head for t in found])
@@ -87,14 +90,17 @@ def measure_here(card: ModelCard, *, page_bytes: int, gives_back: bool = False) 
         experts=expert_rate / dense_rate,
     )
     whole = made.num_experts == card.num_experts
-    return Measured(measured, tuple(times.active for times in found) if whole else None)
+    return Measured(measured, routed if whole else None)
 
 
-def _tried(card: ModelCard, device: torch.device, *, page_bytes: int) -> tuple[list[StepTimes], Miniature]:
-    """Times of some steps of a miniature, which has given its pages back."""
+def _tried(
+    card: ModelCard, device: torch.device, *, page_bytes: int
+) -> tuple[list[StepTimes], Miniature, tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Times of some steps of a miniature, which has given its pages back, and what its routers choose."""
     model = Miniature(card, device, page_bytes=page_bytes)
     try:
-        return _steps(model, WARMUP + REPEATS)[WARMUP:], model
+        found = _steps(model, WARMUP + REPEATS)[WARMUP:]
+        return found, model, tuple(layers for _ in range(TEXTS) for layers in model.routed(ROUTERS))
     finally:
         model.close()
 

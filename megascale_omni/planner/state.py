@@ -10,8 +10,11 @@ from megascale_omni.paging.budget import ClassNeed, smallest_budget
 from megascale_omni.paging.layout import PageLayout, SlotClass
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.needs import class_needs
-from megascale_omni.paging.planes import PageNumbering, Plane
+from megascale_omni.paging.planes import NUM_PLANES, PageNumbering, Plane
 from megascale_omni.planner.models import ModelCard
+
+MOST_PAGES = 2**31 - 1
+"""Of all planes: a page is named by an int32."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,12 @@ def rank_state(
     dtypes = {Plane.WEIGHT: dtype, Plane.GRADIENT: torch.float32 if fp32_gradients else dtype}
     if dtype is not torch.float32:
         dtypes[Plane.MASTER] = torch.float32
+    pages = -(-card.moe_layers // pipeline_parallel) * (card.num_experts // expert_parallel) * layout.num_slices
+    if pages * NUM_PLANES > MOST_PAGES:
+        raise ValueError(
+            f"{card.name}: {pages} pages a plane on one rank are more than there can be ({MOST_PAGES // NUM_PLANES}): "
+            "use larger pages (--page-size), or more ranks"
+        )
     dtypes |= {Plane.MOMENT1: torch.float32, Plane.MOMENT2: torch.float32}
     numbering, modules = PageNumbering(), []
     for layer in range(-(-card.moe_layers // pipeline_parallel)):

@@ -26,6 +26,8 @@ MOST_MICRO_BATCHES = 5
 """More of them are a straight line on from the last two of these."""
 
 STEPS, COUNTED = 5, 2
+ROUTED = 34
+"""Steps more where routers choose the experts, some steps fewer than others: all of them count."""
 
 MOST_REPLAYED = 4096
 """Pages of a recorded run that are replayed under the policy of a run, which takes a second for each thousand uses."""
@@ -82,12 +84,15 @@ def step_traffic(state: RankState, work: Work, *, budget_bytes: int, seed: int =
         work = replace(work, routed=None)  # pieces are not experts
         budget = Budget(fraction=min(1.0, max(budget_bytes / state.total_bytes, _floor(model))))
     batch = wave_pages(state) if policy == "ours" else 1
-    trace = Steps(model, work, batch=batch, seed=seed).trace(STEPS)
+    steps, counted = STEPS, COUNTED
+    if work.routed is not None:
+        steps, counted = STEPS + ROUTED, COUNTED + ROUTED
+    trace = Steps(model, work, batch=batch, seed=seed).trace(steps)
     moved = replay(trace, policy=policy, budget=budget, since=STEPS - COUNTED + 1, together=True)
 
     def moves(phases: Iterable[Phase]) -> Moves:
         columns = np.sum([moved.phases.get(phase.value, [0, 0]) for phase in phases], axis=0)
-        return Moves(float(columns[0]) * scale / COUNTED, float(columns[1]) * scale / COUNTED)
+        return Moves(float(columns[0]) * scale / counted, float(columns[1]) * scale / counted)
 
     return Traffic(moves(phase for phase in Phase if phase is not Phase.STEP), moves((Phase.STEP,)))
 

@@ -102,6 +102,13 @@ def test_layers_with_experts():
         ({"num_layers": "four"}, "num_layers='four' is not a whole number"),
         ({"moe_router_topk": 9}, "moe_router_topk=9 is more than num_experts=8"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be 1 or more"),
+        ({"micro_batch_size": 3}, "global_batch_size=8 cannot be divided by micro_batch_size=3"),
+        ({"num_layers": 10**8}, "num_layers=100000000 is more than a plan counts"),
+        ({"swiglu": "perhaps"}, "swiglu='perhaps' is neither true nor false"),
+        ({"moe_shared_expert_intermediate_size": "some"}, "intermediate_size='some' is not a whole number"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2: a plan knows no experts"),
+        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4: a plan knows no"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: a plan knows no"),
     ],
 )
 def test_models_that_cannot_be_are_refused(changes, message):
@@ -288,6 +295,40 @@ def test_where_paging_loses_is_said_in_words():
     assert any("pay from" in words for words in slow.words)
 
 
+def test_what_to_do_instead_is_said():
+    """Ranks that hold all pages; and what moves most, where it is the optimizer's state."""
+    run = Run(page_bytes=MIB)
+    room = machine(memory=500 * MIB, host=4 * GIB, disk=None)
+    plan = make_plan(card(), room, run)
+    words = next(words for words in plan.words if words.startswith("With --expert-parallel"))
+    ranks = int(words.split()[2])
+    assert make_plan(card(), room, replace(run, expert_parallel=ranks)).advised_budget == plan.total_page_bytes // ranks
+    assert (
+        make_plan(card(), room, replace(run, expert_parallel=ranks // 2)).room_bytes
+        < plan.total_page_bytes * 2 // ranks
+    )
+    assert not any("--expert-parallel" in words for words in make_plan(card(), machine(), run).words)
+    none = make_plan(card(), machine(memory=64 * MIB, disk=None), run)
+    assert not any("The step above" in words for words in none.words), "there is none"
+    many = card(global_batch_size=256, micro_batch_size=1)
+    passes = make_plan(many, room, replace(run, budget_bytes=60 * MIB))
+    assert passes.prediction is not None
+    assert passes.prediction.passes.io_seconds > passes.prediction.optimizer.io_seconds
+    assert any("Paging loses" in words for words in passes.words)
+    assert not any("most of what moves" in words for words in passes.words)
+
+
+def test_ranks_share_a_batch():
+    one, two = (make_plan(card(global_batch_size=16), machine(), Run(page_bytes=MIB, data_parallel=n)) for n in (1, 2))
+    assert one.prediction is not None
+    assert two.prediction is not None
+    assert one.tokens_per_step == two.tokens_per_step == 16 * 128
+    assert two.prediction.passes.compute_seconds == pytest.approx(one.prediction.passes.compute_seconds / 2)
+    uneven = make_plan(card(), machine(), Run(page_bytes=MIB, data_parallel=2))
+    assert uneven.tokens_per_step == 16 * 128
+    assert "cannot be divided into micro-batches of 8 on 2 ranks: counted are 16" in uneven.words[0]
+
+
 def test_budgets_and_layouts_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"a budget of 5 bytes is too small for small: \d+ are needed"):
         make_plan(card(), machine(), Run(page_bytes=MIB, budget_bytes=5))
@@ -295,6 +336,8 @@ def test_budgets_and_layouts_that_cannot_be_are_refused():
         make_plan(card(), machine(), Run(page_bytes=MIB, expert_parallel=3))
     with pytest.raises(ValueError, match="--pipeline-parallel 9 is more than the 4 MoE layers"):
         make_plan(card(), machine(), Run(page_bytes=MIB, pipeline_parallel=9))
+    with pytest.raises(ValueError, match="3200000000 pages a plane on one rank are more than there can be"):
+        make_plan(card(num_experts=800_000_000), machine(), Run(page_bytes=16 * MIB))
 
 
 # -- the machine, the command ------------------------------------------------------------------------------------------
@@ -375,6 +418,9 @@ def test_the_command_prints_a_plan_and_json(capsys):
         (["--device", "tpu"], "device 'tpu' is unknown; choose among a100, h100, h200, gh200"),
         (["--active-experts", "many"], "is no percentage of experts"),
         (["--expert-parallel", "0"], "--expert-parallel 0 must be 1 or more"),
+        (["--expert-parallel", "2", "--data-parallel", "3"], "--data-parallel 3 is no multiple of --expert-parallel 2"),
+        (["--device-memory", "0"], "--device-memory=0 is not more than nothing"),
+        (["--from", "--num-layers 2 --num-experts 8 --expert-tensor-parallel-size 2"], "a plan knows no experts"),
         (["--device-memory", "much"], "--device-memory='much' is not a size"),
         (["--flops", "0"], "--flops 0 must be a number of operations a second, more than 0"),
         (["--flops", "nan"], "--flops nan must be a number"),
@@ -386,3 +432,40 @@ def test_mistakes_are_messages(flags, message, capsys):
     source = [f"--from={flags[1]}"] if flags[0] == "--from" else flags
     assert cli.main(["plan", *given, *source]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_json_is_a_message(tmp_path, capsys):
+    (tmp_path / "model.json").write_text("{model")
+    assert cli.main(["plan", "--from", str(tmp_path / "model.json")]) == 1
+    assert "is not JSON: " in capsys.readouterr().err
+
+
+def test_parallelism_is_the_models_unless_another_is_given(capsys):
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 1 --num-experts 8 --expert-model-parallel-size 4"
+    total = []
+    for more in ([], ["--expert-parallel", "1"]):
+        given = ["plan", f"--from={flags} --pipeline-model-parallel-size 2", "--page-size", "64KiB", "--json", *more]
+        assert cli.main(given) == 0
+        total.append(json.loads(capsys.readouterr().out)["total_page_bytes"])
+    assert total[1] == 4 * total[0]
+    assert cli.main([*given, "--pipeline-parallel", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["total_page_bytes"] == 8 * total[0]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml")))
+def test_every_card_on_every_device_is_planned_in_numbers_that_can_be(name):
+    model = read_model(str(CONFIGS / "models" / f"{name}.yaml"))
+    for number, device in enumerate(DEVICES.values()):
+        ranks, disk = ((1, None), (8, Disk.of(6e9)))[number % 2]
+        given = Machine(device, device.memory_bytes, 2**40, disk)
+        run = Run(page_bytes=16 * MIB, expert_parallel=ranks, data_parallel=ranks, pipeline_parallel=8)
+        numbers: list[float] = []
+
+        def kept(text: str, numbers: list[float] = numbers) -> float:
+            numbers.append(float(text))
+            return numbers[-1]
+
+        text = json.dumps(make_plan(model, given, run).as_json(), allow_nan=False)
+        json.loads(text, parse_float=kept, parse_int=kept)
+        assert len(numbers) > 10
+        assert min(numbers) >= 0

@@ -74,6 +74,11 @@ def test_a_step_of_a_miniature_trains_all_that_it_has(changes):
     assert len(times.active) == MOST_LAYERS, "a forward that is made again does not count"
     assert all(0 < len(set(experts)) == len(experts) <= 8 for experts in times.active)
     assert all(torch.equal(weights[2], before) for weights, before in zip(model._layers, routers, strict=True))
+    others = [weights[0].detach().clone() for weights in model._layers]
+    model.manager.schedule.begin_step(2)
+    model.passes()
+    assert not any(torch.equal(weights[2], before) for weights, before in zip(model._layers, routers, strict=True))
+    assert all(torch.equal(weights[0], before) for weights, before in zip(model._layers, others, strict=True))
     model.close()
 
 
@@ -96,8 +101,16 @@ def test_a_text_leaves_experts_out_that_an_even_draw_would_not():
     """Some of 64 experts get none of 1024 bytes with eight choices each, as in a run; evenly drawn, all get some."""
     wide = card(num_layers=4, hidden_size=256, num_experts=64, moe_router_topk=8, moe_ffn_hidden_size=8)
     model = Miniature(replace(wide, seq_length=64, micro_batch_size=16), CPU, page_bytes=64 * KIB)
-    found = probe.Measured(mock.Mock(), tuple(times.active for times in steps_of(model)))
-    assert 0.9 < found.active_share(64) < 0.999
+    model.passes()
+    times, seconds = model.times, model.times.experts
+    routed = model.routed(6)
+    model.close()
+    assert times.experts == seconds, "a step's times are its own"
+    assert len(set(routed)) > 1, "routers are drawn apart"
+    found = probe.Measured(mock.Mock(), tuple(routed))
+    share = found.active_share(64)
+    assert share is not None
+    assert 0.9 < share < 0.999
 
 
 def test_rates_give_the_times_of_a_step_back():
@@ -124,6 +137,7 @@ LARGE = {
     "vocab_size": 129_280,
     "seq_length": 4096,
     "micro_batch_size": 4,
+    "global_batch_size": 8,
     "swiglu": True,
     "bf16": True,
 }
