@@ -116,11 +116,11 @@ class RequestReader:
 
     def _resize(self, wanted: dict[str, Any]) -> str:
         device, host = wanted.get("device"), wanted.get("host")
-        budget = self._manager.options.device_budget
+        budget = self._manager.upkeep.device_budget
         if device is not None:
             budget = parse_budget(device, key="device budget")
         self._manager.resize(budget, host=None if host is None else parse_budget(host, key="host budget"))
-        if self._manager.options.device_budget != budget:
+        if self._manager.upkeep.is_resizing:
             return "pages have another budget when the step at hand has ended"
         arena = self._manager.arena
         limit = sum((arena.limit(c) or 0) * c.nbytes for c in arena.slot_classes())

@@ -71,6 +71,16 @@ class Upkeep:
         """Whether somebody holds pages."""
         return bool(self._manager.table.pins.any() or self._manager.pager.host.lent)
 
+    @property
+    def device_budget(self) -> Budget:
+        """The budget asked for last, which may have to wait for the end of the step."""
+        return self._manager.options.device_budget if self._resize_to is None else self._resize_to[0]
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether it waits."""
+        return self._resize_to is not None
+
     def resize(self, budget: Budget, host: Budget | None) -> None:
         """See :meth:`megascale_omni.paging.manager.ExpertManager.resize`."""
         if self._manager.pager.tiers.disk is None:

@@ -138,10 +138,10 @@ def test_requests_to_an_earlier_run_are_not_done(tmp_path):
 
 
 def test_while_pages_are_held_a_request_waits_for_them(running):
-    number = ask(running.folder, what="resize", device="50%")
+    numbers = [ask(running.folder, what="resize", **budget) for budget in ({"device": "50%"}, {"host": 0})]
     with running.pages.manager.lease(running.pages.module, Plane.WEIGHT, [0]):
         running.pages.manager.schedule.end_step()
-        assert "when the step at hand has ended" in running.answer(number)["done"]
+        assert all("when the step at hand has ended" in running.answer(number)["done"] for number in numbers)
         assert running.limit() == 6
     running.pages.manager.schedule.end_step()
     assert running.limit() == 3
