@@ -26,8 +26,9 @@ from megascale_omni.paging.layout import MIB
 from megascale_omni.paging.manager import PagingOptions
 from megascale_omni.planner.bandwidth import Disk
 from megascale_omni.planner.devices import Device
-from megascale_omni.planner.miniature import Miniature, StepTimes, in_reach
+from megascale_omni.planner.miniature import Miniature, StepTimes
 from megascale_omni.planner.models import ModelCard
+from megascale_omni.planner.reach import in_reach
 
 WARMUP, REPEATS = 2, 5
 

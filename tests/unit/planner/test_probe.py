@@ -10,10 +10,11 @@ import torch
 
 from megascale_omni.experts.shards import PageShards
 from megascale_omni.paging.layout import KIB
-from megascale_omni.planner import miniature, probe
-from megascale_omni.planner.miniature import MOST_LAYERS, Miniature, StepTimes
+from megascale_omni.planner import probe, reach
+from megascale_omni.planner.miniature import Miniature, StepTimes
 from megascale_omni.planner.models import Attention, ModelCard, model_card
 from megascale_omni.planner.prediction import Run, optimizer_bytes, passes_seconds, state_of
+from megascale_omni.planner.reach import MOST_LAYERS
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -83,18 +84,18 @@ def test_a_step_of_a_miniature_trains_all_that_it_has(changes):
 
 
 def test_of_many_or_large_experts_some_are_made_and_their_rows_counted():
-    with mock.patch.object(miniature, "EXPERT_BYTES", 3 * MOST_LAYERS * card().expert.num_parameters * 4):
+    with mock.patch.object(reach, "EXPERT_BYTES", 3 * MOST_LAYERS * card().expert.num_parameters * 4):
         model = Miniature(card(), CPU, page_bytes=64 * KIB)
     assert (model.num_layers, model.number) == (MOST_LAYERS, 3)
     times = steps_of(model)[-1]
     assert 0 < times.row_share < 1
     assert max(max(experts) for experts in times.active) > 2, "rows of the others are routed as well"
-    with mock.patch.object(miniature, "EXPERT_BYTES", 1):
+    with mock.patch.object(reach, "EXPERT_BYTES", 1):
         model = Miniature(card(), CPU, page_bytes=64 * KIB)
     assert (model.num_layers, model.number) == (1, 1)
     model.close()
-    with mock.patch.object(miniature, "ACTIVATION_BYTES", 1):
-        assert miniature._layers(card()) == 1
+    with mock.patch.object(reach, "ACTIVATION_BYTES", 1):
+        assert reach.layers_made(card()) == 1
 
 
 def test_a_text_leaves_experts_out_that_an_even_draw_would_not():
@@ -144,14 +145,14 @@ LARGE = {
 
 
 def test_a_model_that_is_too_large_to_be_tried_has_fewer_tokens_experts_and_words():
-    assert miniature.in_reach(card(), CPU) == card()
+    assert reach.in_reach(card(), CPU) == card()
     large = card(**LARGE)
-    made = miniature.in_reach(large, CPU)
-    assert (made.micro_batch_size, made.seq_length) == (1, miniature.LEAST_TOKENS)
+    made = reach.in_reach(large, CPU)
+    assert (made.micro_batch_size, made.seq_length) == (1, reach.LEAST_TOKENS)
     assert made.num_experts == made.moe_router_topk, "as many tokens each, as far as can be"
-    assert 2 * made.vocabulary * made.hidden_size <= miniature.HEAD_ELEMENTS
-    assert miniature._layers(made) == 1
-    beside = miniature.in_reach(large, torch.device("cuda"))
+    assert 2 * made.vocabulary * made.hidden_size <= reach.HEAD_ELEMENTS
+    assert reach.layers_made(made) == 1
+    beside = reach.in_reach(large, torch.device("cuda"))
     assert beside.seq_length > made.seq_length, "which computes faster"
     assert beside.num_experts * 4 * 4096 == 256 * beside.micro_batch_size * beside.seq_length
 
@@ -162,7 +163,7 @@ def test_of_a_model_that_was_made_smaller_the_head_counts_as_it_is_and_no_router
     with (
         mock.patch.object(probe, "_steps", lambda miniature, count: times * count),
         mock.patch.object(Miniature, "stepped_elements", 1000, create=True),
-        mock.patch.multiple(miniature, HEAD_ELEMENTS=2 * 256 * 32, ACTIVATION_BYTES=1, LEAST_TOKENS=8),
+        mock.patch.multiple(reach, HEAD_ELEMENTS=2 * 256 * 32, ACTIVATION_BYTES=1, LEAST_TOKENS=8),
     ):
         found = probe.measure_here(model, page_bytes=64 * KIB)
     assert found.routed is None
@@ -176,7 +177,7 @@ def test_of_a_model_that_was_made_smaller_the_head_counts_as_it_is_and_no_router
 
 def test_where_no_token_finds_an_expert_that_is_made_all_are_made():
     few = card(num_experts=256, moe_router_topk=1, seq_length=1, micro_batch_size=1, bf16=True)
-    with mock.patch.object(miniature, "EXPERT_BYTES", 1), mock.patch.object(probe, "REPEATS", 1):
+    with mock.patch.object(reach, "EXPERT_BYTES", 1), mock.patch.object(probe, "REPEATS", 1):
         found = probe.measure_here(few, page_bytes=64 * KIB)
     assert found.routed is None
     assert found.device.experts > 0
