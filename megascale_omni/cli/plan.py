@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     if here:
         from megascale_omni.planner.probe import measure_here, memory_here, paging_efficiency
 
+        _tell("measuring steps of a small part of the model here: some seconds, a minute for a large one")
         memory = memory_here() if memory is None else memory
         measured = measure_here(
             card, page_bytes=plan.page_bytes, gives_back=leaves_pages_out(card, plan, device_memory=memory)
@@ -146,6 +148,7 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
         device = dataclasses.replace(device, bf16_flops=args.flops, fp32_flops=args.flops, efficiency=1.0, experts=1.0)
     disk = None
     if args.disk_bandwidth == "auto":
+        _tell(f"measuring the disk of {args.disk_path}: some seconds")
         disk = measure_disk(args.disk_path, request_bytes=min(plan.page_bytes, 4 * card.expert.num_parameters))
         if here:
             efficiency = paging_efficiency(card, disk, here=device, page_bytes=plan.page_bytes, folder=args.disk_path)
@@ -153,6 +156,12 @@ def _machine(args: argparse.Namespace, card: ModelCard, plan: Run) -> tuple[Mach
     elif args.disk_bandwidth is not None:
         disk = Disk.of(bandwidth(args.disk_bandwidth, key="--disk-bandwidth"))
     return Machine(device, device.memory_bytes if memory is None else memory, host, disk), plan
+
+
+def _tell(text: str) -> None:
+    """Where somebody waits at a terminal."""
+    if sys.stderr.isatty():
+        print(f"megascale plan: {text}", file=sys.stderr, flush=True)
 
 
 def _count(parameters: float) -> str:

@@ -367,14 +367,20 @@ def test_reading_and_writing_side_by_side_take_what_the_mixed_rate_says():
     assert replace(disk, efficiency=0.5).seconds(3, 7) == 8
 
 
-def test_this_machine_is_measured_with_the_models_own_sizes(tmp_path, capsys):
+def test_this_machine_is_measured_with_the_models_own_sizes(tmp_path, capsys, monkeypatch):
     flags = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-experts 8 --moe-ffn-hidden-size 128 --swiglu "
         "--disable-bias-linear --moe-router-topk 2 --seq-length 32 --micro-batch-size 2"
     )
     given = ["plan", f"--from={flags}", "--device", "here", "--page-size", "64KiB", "--budget", "50%", "--json"]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert cli.main([*given, "--disk-bandwidth", "auto", "--disk-path", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)["prediction"]
+    printed = capsys.readouterr()
+    assert [line.split(": ")[1].split(" of ")[0] for line in printed.err.splitlines()] == [
+        "measuring steps",
+        "measuring the disk",
+    ]
+    found = json.loads(printed.out)["prediction"]
     assert 0 < found["passes"]["compute_seconds"] < 10
     assert 0 < found["optimizer"]["io_seconds"] < 10
     assert not list(tmp_path.iterdir()), "nothing is left behind"
