@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -114,3 +115,10 @@ def bulk_for(device: torch.device, *, choice: BackendChoice = "auto") -> Bulk:
     from megascale_omni.kernels.bulk import KernelBulk
 
     return KernelBulk()
+
+
+def on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Numbers on a device, in a copy that nothing waits for."""
+    with torch.inference_mode(False):  # what an evaluation makes is used in training
+        found = torch.from_numpy(numbers)
+        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megascale_omni.bulk import on_device
 from megascale_omni.kernels.checks import ALIGNMENT, require_reachable
 
 MULTIPLE = tl.constexpr(ALIGNMENT)
@@ -44,9 +45,7 @@ def count_at(place, ALIGNED: tl.constexpr):
 def upload(device: torch.device, *tables: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Tables on a device in one copy that nothing waits for; the bytes of each must be a multiple of 8."""
     words = [np.ascontiguousarray(table).reshape(-1).view(np.int64) for table in tables]
-    flat = torch.from_numpy(np.concatenate(words))
-    if device.type != "cpu":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    flat = on_device(np.concatenate(words), device)
     parts = zip(flat.split([len(part) for part in words]), tables, strict=True)
     return tuple(part.view(torch.from_numpy(table.reshape(-1)[:0]).dtype).view(table.shape) for part, table in parts)
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megascale_omni.clipping.statistics import GradientStatistics, Scratch, statistics_of
+from megascale_omni.config import GradWire
 from megascale_omni.experts.completion import OFF, LastGradients
 from megascale_omni.experts.module import PagedExperts
 from megascale_omni.experts.page_statistics import ComingStatistics, PageStatistics, fault_of, stock_tensors
-from megascale_omni.experts.reduction import GradWire, PageReducer, exchange_touched, owners_of, plan_reductions
+from megascale_omni.experts.reduction import PageReducer, exchange_touched, owners_of, plan_reductions
 from megascale_omni.experts.shards import PageName, PageShards
 from megascale_omni.groups.channel import Channel
 from megascale_omni.paging.planes import Plane

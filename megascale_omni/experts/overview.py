@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from megascale_omni.experts.module import PagedExperts
+from megascale_omni.paging.layout import MIB
 from megascale_omni.paging.manager import ExpertManager
-
-MIB = 2**20
 
 
 def paged_experts(model: Iterable[torch.nn.Module]) -> list[PagedExperts]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from megascale_omni.experts.shards import PageName, PageShards, buckets
 from megascale_omni.groups.channel import Channel, Transfer
 from megascale_omni.paging.planes import Plane
 
-GradWire = Literal["fp32", "bf16"]
 Read = Callable[[list[PageName], dict[PageName, torch.Tensor]], None]
 """Fills the tensors with this rank's scaled gradients of the named pages."""
 

@@ -381,8 +381,7 @@ class PagedAdam:
     def catch_up_all(self) -> None:
         """Brings every owned page up to date."""
         for experts in self.modules:
-            for name in self.shards.owned(experts):
-                self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, [name]))
+            self.catch_up(experts.pages, experts.page_ids(Plane.WEIGHT, self.shards.owned(experts)))
 
     def set_num_steps(self, steps: int) -> None:
         """Sets the number of applied steps, as read from a checkpoint whose pages have all seen them."""

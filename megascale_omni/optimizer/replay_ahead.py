@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megascale_omni.bulk import on_device
 from megascale_omni.optimizer.together import Together
 from megascale_omni.paging.leases import PagedModule
 from megascale_omni.paging.planes import Plane
 from megascale_omni.paging.tiers import ABSENT
-from megascale_omni.paging.whole import CaughtUp, Coming, upload
+from megascale_omni.paging.whole import CaughtUp, Coming
 
 if TYPE_CHECKING:
     from megascale_omni.optimizer.paged_adam import PagedAdam
@@ -73,8 +74,8 @@ class ReplayAhead:
             written.append(page_ids[there])
         device, key = manager.arena.device, entry.module
         if known or key not in self._last_P:
-            self._last_P[key] = upload(last_steps.astype(np.int64), device)
-        last_P, owner_S = self._last_P[key], upload(np.asarray(owners, dtype=np.int64), device)
+            self._last_P[key] = on_device(last_steps.astype(np.int64), device)
+        last_P, owner_S = self._last_P[key], on_device(np.asarray(owners, dtype=np.int64), device)
         read_P = (coming.on_device > 0).view(-1, 1).expand(-1, entry.num_slices).reshape(-1)
         due_S = ((adam.num_steps - last_P) * read_P).index_select(0, owner_S)
         manager.before_write(np.concatenate(written))

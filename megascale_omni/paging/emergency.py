@@ -25,7 +25,7 @@ import torch
 
 from megascale_omni.paging.budget import share
 from megascale_omni.paging.flights import FlightKind
-from megascale_omni.paging.layout import SlotClass
+from megascale_omni.paging.layout import MIB, SlotClass
 from megascale_omni.paging.memory import FreeMemory, MemoryProbe
 from megascale_omni.paging.needs import class_needs
 from megascale_omni.paging.residency import Candidates
@@ -46,8 +46,6 @@ LONGEST_PAUSE_SECONDS = 16.0
 
 RELIEF = 2.0
 """How much of the share is free afterwards, lest the next look finds the same again."""
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)

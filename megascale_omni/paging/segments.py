@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-MIB = 1 << 20
+from megascale_omni.paging.layout import MIB
+
 LARGE_SEGMENT_BYTES = 256 * MIB
 """The largest segment beside an accelerator."""
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from megascale_omni.bulk import on_device
 from megascale_omni.paging.batches import RESIDENT_BATCH_BYTES, cut_batches
 from megascale_omni.paging.forecast import Visit
 from megascale_omni.paging.leases import PagedModule, WholeWave
@@ -80,13 +81,6 @@ class CatchesUpAhead(Protocol):
         ``known``: the host has heard of all calls before this one.
         """
         ...
-
-
-def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers on a device, in a copy that nothing waits for."""
-    with torch.inference_mode(False):  # what an evaluation makes is used in training
-        found = torch.from_numpy(numbers)
-        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ class WholeModules:
         if state.written_E is None or not (state.provisional or self._adds_to(module)):
             # The host knows all: whoever has pages has added to them.
             has = ~absent.reshape(module.entry.num_experts, module.entry.num_slices).any(axis=1)
-            state.written_E = upload(has.astype(np.int64), manager.arena.device)
+            state.written_E = on_device(has.astype(np.int64), manager.arena.device)
         made: list[int] = []
         try:
             for page_id in ids[absent].tolist():
@@ -320,7 +314,7 @@ class WholeModules:
             ids = self._manager.ids(module, plane, range(module.entry.num_experts))
             tensors = map(self._manager.pager.tensor, ids.tolist())
             found = np.asarray([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-            self._addresses[key] = upload(found, self._manager.arena.device)
+            self._addresses[key] = on_device(found, self._manager.arena.device)
         return self._addresses[key]
 
     def _follow_moves(self) -> None:
